@@ -171,7 +171,7 @@ def check_backward(kernel, options, tools):
     return f"{random}; adversarial: {compare(hard, kernel, tools.on_gpu)}"
 
 
-def in_pairs(problem, one_kernel):
+def in_pairs(problem, one_kernel, key_tiles=0):
     """heads_per_block: two of three query heads of a KV head, or of more."""
     return 2 if problem.forward.heads > 2 * problem.forward.heads_kv else 0
 

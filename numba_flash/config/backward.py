@@ -14,14 +14,19 @@ BLOCK_ROWS = 16  # backward_preprocess writes blocks of so many queries (kernels
 
 class PreprocessConfig(OfDelta, kernel="backward_preprocess", module="mma.backward_preprocess"):
     """natural: lse stays a natural logarithm, as scores with a bias need it (kernels/steps/units.py). dq_partials: sums
-    of dQ of a query tile, each with turn counters. early: the next kernel may start before this one ends (cc 9.0)."""
+    of dQ of a query tile, each with turn counters. part_keys: keys of a tile that has a counter too (parts_in_line of
+    WgmmaFusedConfig). early: the next kernel may start before this one ends (cc 9.0)."""
 
     natural: bool = False
     dq_partials: int = 1
     early: bool = False
+    part_keys: int = 0
 
-    takes = abi.OF_PREPROCESS
     UNIT = BLOCK_ROWS
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        return abi.OF_PREPROCESS.plus(sizes="heads_kv seqlen_k" if self.part_keys else "")
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         p = problem.forward

@@ -179,6 +179,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig, kernel="wgmma_dkdv", mod
 
     members: int = 0
 
+    parts_in_line: ClassVar[bool] = False  # as in WgmmaFusedConfig
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
     of_keys = reads_states = True
 
@@ -193,7 +194,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig, kernel="wgmma_dkdv", mod
             return {}
         p = problem.forward
         tiles = p.heads_kv * parts_of(p.group, self.members) * tiles_of_all(p, self.tile_n, of_keys=True)
-        rows = tiles * self.tile_n
+        rows = tiles // (1 + self.parts_in_line) * self.tile_n
         columns = dict(dk_sums=self.of_dk * self.head_dim_padded, dv_sums=self.of_dv * self.head_dim_v_padded)
         return {name: ((rows * count,), "float32") for name, count in columns.items() if count}
 
@@ -233,14 +234,17 @@ class WgmmaFusedConfig(WgmmaDkdvConfig, kernel="wgmma_fused", module="wgmma.back
     and writes it in 16 bits. With 0 blocks add up dQ in global memory. stays: the block is persistent. It takes one
     tile after another, and stages dK and dV over dS while the next K and V are loaded. lse_first: the accumulators of S
     begin with -lse / scale instead of 0, so that nothing waits for lse afterwards; it needs a scale that is not 0, no
-    dropped weights and no bias. dq_partials: the number of sums of dQ, to which key tiles add in rotation; with one, a
-    head of 32k causal queries takes 9 % longer, and two heads of 16k take 14 % longer (H200).
+    dropped weights and no bias. parts_in_line: of the two parts of a group the second waits for the sums of dK
+    and dV of the first, and writes the gradients; otherwise wgmma_add_parts does. dq_partials: the number of sums of
+    dQ, to which key tiles add in rotation; with one, a head of 32k causal queries takes 9 % longer, and two heads of
+    16k take 14 % longer (H200).
     """
 
     key_tiles: int = 0  # type: ignore[misc]
     stays: bool = False  # type: ignore[misc]
     lse_first: bool = True  # type: ignore[misc]
     dq_partials: int = 1
+    parts_in_line: bool = False  # type: ignore[misc]
 
     takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS).plus(
         "turns dq_sums dk_sums dv_sums", "heads_in_flight"
@@ -268,6 +272,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig, kernel="wgmma_fused", module="wgmma.back
         apart = large or not (tiles and self.stays)  # else products would wait for each other (C7515)
         check(apart, f"with key_tiles blocks stay with tiles of 128 queries, not {queries}")
         check(self.stays or tiles <= 1, f"a block with {tiles} key tiles stays")
+        line = self.members > 0 and not tiles and not self.packed
+        check(line or not self.parts_in_line, "parts_in_line needs members, and no key_tiles and no packed sequences")
         check(0 <= tiles <= self.MOST_KEY_TILES, f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {tiles}")
         most = 1 if tiles else self.MOST_LINES
         check(
@@ -303,7 +309,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig, kernel="wgmma_fused", module="wgmma.back
         made, p = super().workspace(problem), problem.forward
         if not self.key_tiles:
             sums = p.heads * tiles_of_all(p, self.tile_m) * self.dq_partials
-            made["turns"] = (self.TURNS_AT + 2 * sums,), "uint32"
+            of_parts = self.parts_in_line * p.heads_kv * tiles_of_all(p, self.tile_n, of_keys=True)
+            made["turns"] = (self.TURNS_AT + 2 * sums + of_parts,), "uint32"
             made["dq_sums"] = (sums * self.tile_m * self.dq_columns,), "float32"
         return made
 

@@ -32,6 +32,7 @@ from .backward_forms import (
     gains_by_one_kernel,
     heads_per_block,
     key_tiles_of_a_block,
+    parts_in_line,
 )
 from .backward_tiles import TABLES
 from .features import LARGE_FLOAT64, features_of, rows_for
@@ -226,7 +227,9 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> Configs:
     """One kernel of all gradients."""
     tile = rows_for(TABLES, "wgmma_fused", problem, target)[0].tile
-    key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
+    key_tiles = key_tiles_of_a_block(problem, target)
+    members = heads_per_block(problem, one_kernel=True, key_tiles=key_tiles)
+    in_line = parts_in_line(problem, members, key_tiles)
     packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
     fused = wgmma.WgmmaFusedConfig(
@@ -236,11 +239,13 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> Configs:
         lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded and bias is None,
         members=members,
         stays=blocks_stay(problem, target, members, key_tiles),
+        parts_in_line=in_line,
         dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    more = dict(turns_of=turns_of, dq_partials=lines, early=True, in_order=packed and fused.in_order)
-    start = shared.first(mma.PreprocessConfig, problem, target, **more)
+    counted = dict(turns_of=turns_of, dq_partials=lines, part_keys=fused.KEYS * in_line)
+    in_order = packed and fused.in_order
+    start = shared.first(mma.PreprocessConfig, problem, target, **counted, early=True, in_order=in_order)
     made: list[LaunchFacts] = [start, *with_prologues([fused], problem, target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))
@@ -275,7 +280,8 @@ def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
 def _add_parts(configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
     """The kernels that add up the partial sums of dK and dV of these kernels; none if they write the gradients
     themselves."""
-    return [wgmma_ends.WgmmaAddPartsConfig.behind(config) for config in configs if config.members]
+    leave = [config for config in configs if config.members and not config.parts_in_line]
+    return [wgmma_ends.WgmmaAddPartsConfig.behind(config) for config in leave]
 
 
 # (rung, whether products are in 16 bits on tensor cores) -> its own kernels, and those around them.

@@ -367,6 +367,35 @@ def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, key_tile
         assert same(together, rung.check(case, given))
 
 
+# Groups of 2 or 4 heads in two parts, whose blocks have two key tiles and go one way, or under a mask two. Of the head
+# dims, one has panels of its own for dK and dV. Rows are computed again.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "heads_kv", "head_dim", "stays", "options"),
+    [
+        (2, 2, 8, True, {}), (4, 1, 8, False, dict(causal=True)), (4, 1, 72, False, {}),
+        (2, 2, 72, True, dict(window=(60, 0), q_offset=100)),
+    ],
+    ids=["one way", "two ways", "wide", "window"],
+)  # fmt: skip
+def test_two_parts_of_a_group_in_line(
+    rung, group, heads_kv, head_dim, stays, options, one_kernel, monkeypatch, nothing_remembered
+):
+    """With the bits of a kernel that adds them up."""
+    monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: group // 2)
+    monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
+    monkeypatch.setattr(select_backward, "blocks_stay", lambda *_: stays)
+    case, made = rung.problem(12, 140, batch=2, heads=group * heads_kv, heads_kv=heads_kv, head_dim=head_dim), []
+    case.k[:, :, -2:, 0] = 1e3
+    given = incoming(case)
+    for in_line in (True, False):
+        monkeypatch.setattr(select_backward, "parts_in_line", lambda *_, in_line=in_line: in_line)
+        dispatch._plans.clear()
+        select_backward.wgmma_configs.cache_clear()
+        made.append(rung.check(case, given, **options))
+    assert same(*made)
+
+
 # Keys that only the last queries see, in the second tile. Their rows are computed again, in either panel of columns.
 @pytest.mark.parametrize(("seqlen_q", "head_dim", "column"), [(135, 40, 3), (70, 100, 3), (70, 100, 90)])
 def test_one_tile_of_keys_with_nan(rung, seqlen_q, head_dim, column, one_kernel):

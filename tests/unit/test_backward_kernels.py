@@ -540,8 +540,10 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(seqlen_q=512, seqlen_k=8192, heads=7) == kernels(seqlen_q=513, seqlen_k=8192) == one
     assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=129) == one
     # A chunk of queries behind others' keys: as the whole, if there is enough work to wait for.
-    chunk = dict(heads=32, heads_kv=8, seqlen_q=1024, seqlen_k=4096, q_offset=3072)
+    chunk = dict(heads=32, heads_kv=4, seqlen_q=1024, seqlen_k=4096, q_offset=3072)
     assert kernels(**chunk, causal=True) == kernels(**chunk, window=(700, 0)) == in_parts
+    chunk["heads_kv"] = 8
+    assert kernels(**chunk, causal=True) == kernels(**chunk, window=(700, 0)) == one, "two parts, in line"
     assert kernels(**chunk | dict(heads=8, heads_kv=2), causal=True) == two
     # Fewer keys: of many heads, or under a mask.
     assert kernels(64, 1024, 1024, heads=16) == kernels(64, 1024, 1024, causal=True) == one
@@ -571,10 +573,10 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(heads=3, **long) == kernels(64, heads=1, **long) == two
     assert kernels(heads=2, causal=True, seqlen_q=16383, seqlen_k=16383) == two
     assert kernels(72, causal=True) == kernels(80, causal=True) == kernels(80, 512, 512, causal=True) == one
-    assert kernels(heads=32, heads_kv=8) == one and kernels(heads=32, heads_kv=4) == in_parts
+    assert kernels(heads=32, heads_kv=8) == kernels(heads=32, heads_kv=4) == one
     # Parts of a group are heads of their own under a mask.
-    assert kernels(heads=16, heads_kv=1, causal=True) == kernels(heads=32, heads_kv=8, causal=True) == in_parts
-    assert kernels(64, heads=14, heads_kv=2, causal=True) == in_parts
+    assert kernels(heads=16, heads_kv=1, causal=True) == in_parts and kernels(heads=32, heads_kv=8, causal=True) == one
+    assert kernels(64, heads=14, heads_kv=2, causal=True) == in_parts, "parts of 4 and 3 heads would wait"
     # Short sequences, of which there are many.
     assert kernels(heads=1, seqlen_q=512, seqlen_k=200, causal=True) == one
     # Few queries of many keys, where a kernel of dQ alone would have few blocks, each with a long walk.
@@ -606,14 +608,16 @@ def test_when_one_kernel_takes_all_gradients():
 
 
 def test_how_many_heads_of_a_group_a_block_takes():
-    def members(heads, heads_kv, head_dim=128, seqlen=2048, causal=True, one_kernel=True, batch=1, **options):
+    def members(
+        heads, heads_kv, head_dim=128, seqlen=2048, causal=True, one_kernel=True, batch=1, key_tiles=0, **options
+    ):
         of_q, of_k = (batch, heads, seqlen, head_dim), (batch, heads_kv, seqlen, head_dim)
         given = {name: empty(*of_q, dtype="float16") for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype="float16") for name in ("k", "v")} | dict(
             lse=empty(*of_q[:3], dtype="float32")
         )
         made = problem(head_dim, dtype="float16", causal=causal, **given, **options)
-        return backward_forms.heads_per_block(made, one_kernel)
+        return backward_forms.heads_per_block(made, one_kernel, key_tiles)
 
     assert members(32, 8) == members(6, 2) == members(32, 8, batch=50) == 2 and members(4, 2) == members(8, 8) == 0
     assert members(32, 4, 64) == 4 and members(32, 8, 64) == 0, "tiles of 64 columns are half as large"
@@ -621,6 +625,9 @@ def test_how_many_heads_of_a_group_a_block_takes():
     assert members(32, 4, causal=False) == 4, "half of the multiprocessors would be idle"
     assert members(16, 2, 64, 200, causal=False) == 2 and members(16, 2, 64, 200, causal=False, batch=50) == 2
     assert members(32, 4, causal=False, window=(300, 0)) == 2
+    # Short ones only in two parts of one kernel, and in line.
+    assert members(32, 8, seqlen=512) == 2 and members(32, 4, 64, 200) == 4 and members(6, 2, seqlen=512) == 0
+    assert members(32, 8, seqlen=128, key_tiles=1) == members(16, 4, seqlen=512, one_kernel=False) == 0
     assert members(32, 4, 256, one_kernel=False) == 2 and members(64, 8, 256, one_kernel=False) == 0
     assert members(32, 4, 192, one_kernel=False) == 4
     assert members(32, 4, mask_mod=Function.of("mask_mod", earlier)) == 0, "blocks take what is left of tiles in turns"

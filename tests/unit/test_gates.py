@@ -653,8 +653,10 @@ def fused_gates(row):
                 forms[f"-stays-{n}-key-tiles"] = dict(key_tiles=n, stays=True)
         made = {name + words: dataclasses.replace(fused, **form) for words, form in forms.items()}
         made[f"{name}-parts"] = in_parts
+        made[f"{name}-parts-in-line"] = dataclasses.replace(in_parts, parts_in_line=True)
         if 0 in stays.get(name, ()):
             made[f"{name}-stays-parts"] = dataclasses.replace(in_parts, stays=True)
+            made[f"{name}-stays-parts-in-line"] = dataclasses.replace(in_parts, stays=True, parts_in_line=True)
         if name == "plain":
             fewer = dict(head_dim=row.head_dim * 3 // 4, head_dim_v=row.head_dim * 3 // 4)
             forms = {"scale-0": dict(lse_first=False), "three-quarters": fewer}
@@ -674,6 +676,7 @@ def around_gates():
     """What goes before and behind the kernels of gradients."""
     of_turns = PreprocessConfig("float16", 64, has_dlse=True, turns_of=64, early=True)
     yield "backward_preprocess-64-turns", of_turns
+    yield "backward_preprocess-64-turns-of-parts", dataclasses.replace(of_turns, part_keys=128)
     yield "bias_rows", BiasRowsConfig("float16")
     yield "bias_rows-pairs", BiasRowsConfig("bfloat16", pairs=True)
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, of_terms=True)

@@ -17,7 +17,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import griddepcontrol, ld_st, special
 from ..steps import lse_delta, row_products, tile_numbers
-from ..steps.basics import divide, inlined, named
+from ..steps.basics import divide, inlined, named, tiles_of
 from ..steps.row_products import Rows
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import LOG2_E
@@ -84,8 +84,16 @@ def in_backward(config):
 
 def make(config):
     lanes, turns_of, turn_words = config.lanes, config.turns_of, 2 * config.dq_partials
-    known_rows = of_rows(config)
+    known_rows, part_keys, clears_all = of_rows(config), config.part_keys, config.in_order or config.part_keys > 0
     numbers = tile_numbers.make(config, turns_of, False) if config.in_order and turns_of else None
+
+    @inlined
+    def words_of(sizes):
+        """The number of all turn counters."""
+        if not part_keys:
+            return int64(sizes.heads) * numbers.count(sizes) * turn_words
+        of_queries = int64(sizes.heads) * tiles_of(sizes.seqlen_q, turns_of) * turn_words
+        return (of_queries + sizes.heads_kv * tiles_of(sizes.seqlen_k, part_keys)) * sizes.batch
 
     @cuda.jit
     def preprocess(arrays, strides, sizes):
@@ -98,8 +106,8 @@ def make(config):
         if turns_of:
             if block == 0 and thread == 0:
                 arrays.turns[0] = uint32(0)
-            if config.in_order:  # all of them: two blocks may have the same rows
-                words = int64(sizes.heads) * numbers.count(sizes) * turn_words
+            if clears_all:  # of packed sequences two blocks may have the same rows
+                words = words_of(sizes)
                 for word in range(block * config.threads + thread, words, special.block_count() * config.threads):
                     arrays.turns[lse_delta.TURNS_AT + word] = uint32(0)
             elif known.own and known.query < seqlen_q and known.query % turns_of == 0:

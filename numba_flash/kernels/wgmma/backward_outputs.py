@@ -10,11 +10,12 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bar, local, memory, special
 from ..recompute import keys as recompute_keys, queries as recompute_queries
 from ..steps import gradient_rows, tile_numbers
-from ..steps.basics import divide, inlined, members_of, parts_of
+from ..steps.basics import divide, inlined, members_of, parts_of, tiles_of
+from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import QueryTile, key_row, query_row
 from . import block
 from .backward_work import head_parts_of
-from .block import FIRST_KEY, FIRST_ROW, H_KV, KEYS, PART, B, H, rows_of_lane
+from .block import FIRST_KEY, FIRST_ROW, H_KV, KEYS, MEMBERS, PART, B, H, rows_of_lane
 
 
 def key_rows(config, rows, dk_at, dv_at):
@@ -64,39 +65,85 @@ def of_keys(config):
     places = (plan.own_a, plan.own_b if config.of_dk else plan.own_a)
     if config.stays:
         places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
-    write_outputs = key_rows(config, tile_n, *places)
+    write_outputs, in_line, warp_sync = key_rows(config, tile_n, *places), config.parts_in_line, bar.warp_sync
+    dk_blocks, dv_blocks = config.head_dim_padded // 8, config.head_dim_v_padded // 8
+    # Two parts in line share sums and a counter, which is behind those of dQ.
+    sharing, head_word = (0, H_KV) if in_line else (config.members, PART)
+
+    @inlined
+    def tile_of(own, sizes):
+        """The number of the key tile among those of all groups or parts that have sums."""
+        number = divide(word(own, FIRST_ROW), tile_n)
+        if packed:
+            group, h_kv = divide(sizes.heads, sizes.heads_kv), word(own, H_KV)
+            head = int64(h_kv * parts_of(group, members) + divide(word(own, H) - h_kv * group, members))
+            return head * numbers.count(sizes) + number + numbers.first(word(own, B), word(own, FIRST_KEY))
+        head = int64(word(own, B) * head_parts_of(sizes, sharing) + word(own, head_word))
+        return head * tiles_of(sizes.seqlen_k, tile_n) + number
+
+    @inlined
+    def sums_at(own, blocks, sizes):
+        """Where the thread's sums of `blocks` times 8 columns begin, in the layout of the registers."""
+        thread = special.thread_index() - 128
+        tile = tile_of(own, sizes) * (tile_n // 64) + (thread >> int32(7))
+        return (tile * blocks * 128 + (thread & int32(127))) * 4
 
     @inlined
     def leave_sums(own, acc, blocks, sums, sizes):
-        """Stores acc (blocks, 4), in the layout of the registers, where add_parts reads it."""
-        four, thread = local.array(4, uint32), special.thread_index() - 128
-        tiles, number = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n), divide(word(own, FIRST_ROW), tile_n)
-        if packed:
-            group, h_kv = divide(sizes.heads, sizes.heads_kv), word(own, H_KV)
-            all_parts = int64(h_kv * parts_of(group, members) + divide(word(own, H) - h_kv * group, members))
-            tiles, number = numbers.count(sizes), number + numbers.first(word(own, B), word(own, FIRST_KEY))
-        else:
-            all_parts = int64(word(own, B) * head_parts_of(sizes, members) + word(own, PART))
-        tile = (all_parts * tiles + number) * (tile_n // 64) + (thread >> int32(7))
-        at = (tile * blocks * 128 + (thread & int32(127))) * 4
+        """Stores acc (blocks, 4) where add_parts or the other part reads it."""
+        four, at = local.array(4, uint32), sums_at(own, blocks, sizes)
         for column in range(blocks):
             for x in range(4):
                 four[x] = acc[4 * column + x].view(np.uint32)
             memory.store_v4(memory.address(sums, at + column * 512), four, 0)
 
     @inlined
+    def add_sums(own, acc, blocks, sums, sizes):
+        """acc (blocks, 4) += what the other part has left."""
+        four, at = local.array(4, uint32), sums_at(own, blocks, sizes)
+        for first in range(0, blocks, 8):
+            if word(own, MEMBERS) > 0:  # always: otherwise ptxas would load all at once, and spill
+                for column in range(first, min(first + 8, blocks)):
+                    memory.load_v4(four, 0, memory.address(sums, at + column * 512))
+                    for x in range(4):
+                        acc[4 * column + x] += four[x].view(np.float32)
+
+    @inlined
+    def turn_of(own, arrays, sizes):
+        """The address of the key tile's counter."""
+        of_dq = int64(sizes.batch * sizes.heads) * tiles_of(sizes.seqlen_q, config.tile_m) * (2 * config.dq_partials)
+        return memory.address(arrays.turns, TURNS_AT + of_dq + tile_of(own, sizes))
+
+    @inlined
     def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
         """Writes dK and dV to global memory, staged in the place of the warpgroup's own rows of K and V. If other
-        blocks have other heads of the group, writes their sums instead. place: the base, moved to the dS whose place
-        they take.
+        blocks have other heads of the group, writes their sums instead. Of two parts in line the second, whose ticket
+        is higher, adds the first one's sums and writes the gradients. place: the base, moved to the dS whose place they
+        take.
 
         All threads that read these rows must have done so.
         """
-        if members and (not packed or members_of(members, word(own, KEYS)) > 0):
+        complete = members == 0
+        if packed and members:
+            complete = members_of(members, word(own, KEYS)) == 0
+        if in_line:
+            complete = word(own, PART) & int32(1) != 0
+            if complete:
+                turn = turn_of(own, arrays, sizes)
+                while memory.load_acquire(turn) < uint32(4 * config.consumers):  # its warps
+                    pass
+                add_sums(own, acc_dk, dk_blocks, arrays.dk_sums, sizes)
+                add_sums(own, acc_dv, dv_blocks, arrays.dv_sums, sizes)
+        if not complete:
             if config.of_dk:
-                leave_sums(own, acc_dk, config.head_dim_padded // 8, arrays.dk_sums, sizes)
+                leave_sums(own, acc_dk, dk_blocks, arrays.dk_sums, sizes)
             if config.of_dv:
-                leave_sums(own, acc_dv, config.head_dim_v_padded // 8, arrays.dv_sums, sizes)
+                leave_sums(own, acc_dv, dv_blocks, arrays.dv_sums, sizes)
+            if in_line:
+                turn = turn_of(own, arrays, sizes)
+                warp_sync()  # all lanes have left theirs
+                if special.thread_index() & int32(31) == 0:
+                    memory.add_release(turn, uint32(1))
         else:
             sequence = sequence_of(own, arrays, strides, sizes)
             place_of_tile = sequence, word(own, H_KV), word(own, FIRST_ROW)
