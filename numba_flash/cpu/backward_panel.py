@@ -15,10 +15,8 @@ from .panel import (
     is_featured,
     query_and_head,
     scores,
-    scores_of_row,
-    values_of_row,
-    values_of_row_guarded,
 )
+from .row import scores_of_lane, values_of_lane, values_of_lane_guarded
 from .vectors.backward import call_for_nothing, key_rows, load_acquire, score_gradients
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
 from .vectors.panel import subtract_base
@@ -95,7 +93,7 @@ def take_statistics(tiles, row, tile, scale_log2, plan, pointers, zero):
         do = row_address(load(pointers, at.DO, INT), plan, at.DO_STRIDE, b, head, i)
         gather(row, o, 0, load(plan, slot.O_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
         gather(other, do, 0, load(plan, at.DO_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
-        dot_row(delta + r * size, 1, row, 0, other, head_dim_v, zero)
+        dot_row(delta + r * size, row, 0, other, head_dim_v, zero)
         if load(plan, at.HAS_DLSE, INT):
             dlse = row_address(load(pointers, at.DLSE, INT), plan, at.DLSE_STRIDE, b, head, i)
             store(delta, r, load(delta, r, zero) - load(dlse, 0, zero))
@@ -150,7 +148,7 @@ def products(s, k, q, width, keys, panel, plan, zero):
         return
     fill(s, keys * panel.width, zero)  # a function of scores also meets those of no row
     for r in range(panel.rows):
-        scores_of_row(s + r * size, panel.width, k, width * size, q + r * width * size, width, keys, zero)
+        scores_of_lane(s + r * size, k, width * size, q + r * width * size, width, keys, zero)
 
 
 @compiled
@@ -161,9 +159,9 @@ def add_dq(dq, ds, k, keys, guarded, work, tile, plan, zero):
     for r in range(tile.rows):
         fill(work, width, zero)
         if guarded:
-            values_of_row_guarded(work, k, width * size, ds + r * size, tile.width, keys, width, zero)
+            values_of_lane_guarded(work, k, width * size, ds + r * size, keys, width, zero)
         else:
-            values_of_row(work, k, width * size, ds + r * size, tile.width, keys, width, zero)
+            values_of_lane(work, k, width * size, ds + r * size, keys, width, zero)
         rescale_row(dq + r * width * size, work + width * size, work, width, zero)
 
 

@@ -37,15 +37,13 @@ from .panel import (
     rows_from,
     rows_of_line,
     scores,
-    scores_of_row,
     shown_keys,
     sign_and_units,
     tiles_of,
     values,
     values_guarded,
-    values_of_row,
-    values_of_row_guarded,
 )
+from .row import scores_of_row, values_of_row, values_of_row_guarded
 from .vectors.build import fetch_add, lanes, load, size_of, store
 from .vectors.panel import FAR, all_finite, softmax_panel
 from .vectors.row import rescale_row, softmax_row
@@ -147,7 +145,7 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
                 k_start = load(pointers, slot.K_AT, INT)
                 scores_in_pages(s, first, end, q + of_panel * head_dim, tile, plan, k_start, zero)
             elif by_rows:
-                scores_of_row(s, 1, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, zero)
+                scores_of_row(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, zero)
             else:
                 scores(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, panel.rows, zero)
             if featured:
@@ -176,11 +174,11 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
             if by_rows:
                 fill(sums, head_dim_v, zero)
                 if guarded:
-                    values_of_row_guarded(sums, v_first, v_stride, s, 1, keys, head_dim_v, zero)
+                    values_of_row_guarded(sums, v_first, v_stride, s, keys, head_dim_v, zero)
                 elif in_place:
                     values_in_pages(sums, first, end, s, tile, plan, load(pointers, slot.V_AT, INT), zero)
                 else:
-                    values_of_row(sums, v_first, v_stride, s, 1, keys, head_dim_v, zero)
+                    values_of_row(sums, v_first, v_stride, s, keys, head_dim_v, zero)
                 rescale_row(panel_o, alpha, sums, head_dim_v, zero)
             elif guarded:
                 values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, zero)

@@ -12,7 +12,6 @@ from . import plan as slot
 from .elements import INT, compiled, fill, get, length_and_offset, row_address
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, fetch_add, lanes, load, size_of, store
 from .vectors.panel import all_finite, largest, pack_rows, score_rows, value_rows
-from .vectors.row import dot_rows, value_columns
 from .vectors.scores import (
     cap_scores,
     cap_scores_slopes,
@@ -27,9 +26,6 @@ value_rows_all, value_rows_4, value_rows_2, value_rows_1 = (value_rows(n) for n 
 score_rows_narrow, value_rows_narrow = score_rows(TILE_KEYS, 1), value_rows(TILE_KEYS, count=1)
 value_rows_guarded = value_rows(1, guarded=True)
 pack_rows_all, pack_rows_4, pack_rows_2, pack_rows_1 = (pack_rows(n) for n in (TILE_KEYS, 4, 2, 1))
-dot_rows_4, dot_rows_1 = dot_rows(4), dot_rows(1)
-value_columns_8, value_columns_4, value_columns_1, value_column = (value_columns(n) for n in (8, 4, 1, 0))
-value_column_guarded = value_columns(0, guarded=True)
 
 INFINITY = math.inf
 row_keys = compiled(ranges.row_keys)
@@ -119,18 +115,6 @@ def is_narrow(rows, zero):
 
 
 @compiled
-def scores_of_row(s, step, k, k_stride, q, head_dim, keys, zero):
-    """s (keys,), elements `step` apart, = k (keys, head_dim) @ q (head_dim,)."""
-    key, row = 0, step * size_of(zero)
-    while key + 4 <= keys:
-        dot_rows_4(s + key * row, step, k + key * k_stride, k_stride, q, head_dim, zero)
-        key += 4
-    while key < keys:
-        dot_rows_1(s + key * row, step, k + key * k_stride, k_stride, q, head_dim, zero)
-        key += 1
-
-
-@compiled
 def scores(s, k, k_stride, q, head_dim, keys, rows, zero):
     """s (keys, lanes) = k (keys, head_dim) @ q (head_dim, lanes), of which `rows` exist."""
     key, row = 0, lanes(zero) * size_of(zero)
@@ -198,36 +182,10 @@ def values(o, alpha, v, v_stride, column, skip, p, keys, width, rows, zero):
 
 
 @compiled
-def values_of_row(sums, v, v_stride, p, step, keys, width, zero):
-    """sums (width,) += p (keys,), elements `step` apart, @ v (keys, width)."""
-    size, vector = size_of(zero), lanes(zero) // PANEL_VECTORS
-    at = 0
-    while at + 8 * vector <= width:
-        value_columns_8(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
-        at += 8 * vector
-    while at + 4 * vector <= width:
-        value_columns_4(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
-        at += 4 * vector
-    while at + vector <= width:
-        value_columns_1(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
-        at += vector
-    while at < width:
-        value_column(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
-        at += 1
-
-
-@compiled
 def values_guarded(o, alpha, v, v_stride, p, keys, width, zero):
     """Like `values`, if v has NaN or Inf: a key whose weight is 0 is left out. Rare, so one column at a time."""
     for at in range(width):
         value_rows_guarded(o + at * lanes(zero) * size_of(zero), alpha, v + at * size_of(zero), v_stride, p, keys, zero)
-
-
-@compiled
-def values_of_row_guarded(sums, v, v_stride, p, step, keys, width, zero):
-    """`values_of_row`, guarded likewise."""
-    for at in range(width):
-        value_column_guarded(sums + at * size_of(zero), v + at * size_of(zero), v_stride, p, step, keys, zero)
 
 
 @compiled

@@ -121,7 +121,7 @@ def parts_in_line(problem: BackwardProblem, members: int, key_tiles: int) -> boo
     """Whether the second of two parts of a group adds its dK and dV to those of the first. Otherwise a kernel of its
     own adds up the parts, and reads all of them from global memory. Both forms give the same bits.
 
-    With equal parts the second one hardly waits: 4 x 32 heads over 8 of 2k causal queries take 731 us instead of 767.
+    With equal parts the second one hardly waits: 4 x 32 heads over 8 of 2k causal queries take 736 us instead of 762.
     But with parts of 4 and 3 heads it waits for the longer one: 4 x 14 over 2 of 2k of head_dim 64 take 243 us instead
     of 211. Four parts wait for each other, too: 8 x 16 over 2 of 682 tokens take 254 us instead of 235 (H200). Packed
     sequences have parts only if they are long.
@@ -136,13 +136,12 @@ def heads_per_block(problem: BackwardProblem, one_kernel: bool, key_tiles: int =
     Under a causal mask the blocks of a head process different query tiles at a time, each of all its members. With two
     members the concurrent tiles and the sums of dQ stay in L2; with eight they do not. The two kernels gain only with
     few blocks. If every query sees every key, a model decides. 4 x 32 heads over 8 of 2k causal queries take 731 us
-    with two members and 920 with all, 2 x 8 heads over one of head_dim 256 1017 and 1513. Short sequences gain if two
-    parts are in line: 1, 4 and 16 x 32 heads over 8 of 512 take 58, 104 and 365 us with two members, and 86, 110 and
-    362 with all (H200).
+    with two members and 920 with all, 2 x 8 heads over one of head_dim 256 1017 and 1513. With two parts in line 512
+    tokens gain, too: 1, 4 and 16 x 32 heads over 8 take 58, 104 and 365 us with two members, and 86, 110 and 362 with
+    all. But 48 x 32 heads over 8 of 300 take 571 us with two, and 503 with all (H200).
     """
     forward = problem.forward
     packed = forward.packed is not None  # then a kernel leaves the groups of short sequences whole (problem/groups.py)
-    short = forward.seqlen_k <= SHORT if packed else max(forward.seqlen_q, forward.seqlen_k) <= 512
     if forward.function("mask_mod") is not None or (packed and (forward.every_key or not one_kernel)):
         return 0  # lengths of packed sequences are not known, and members change bits
     if forward.every_key:
@@ -150,6 +149,8 @@ def heads_per_block(problem: BackwardProblem, one_kernel: bool, key_tiles: int =
     if not (one_kernel or forward.heads_kv <= 4):
         return 0
     members = 2 if forward.widest > (64 if one_kernel else 192) else 4
-    if short and not (one_kernel and parts_in_line(problem, members, key_tiles)):
+    in_line = one_kernel and parts_in_line(problem, members, key_tiles)
+    longest, short = (forward.seqlen_k, SHORT) if packed else (max(forward.seqlen_q, forward.seqlen_k), 512 - in_line)
+    if longest <= short:
         return 0
     return members if forward.heads > members * forward.heads_kv else 0

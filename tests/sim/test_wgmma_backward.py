@@ -4,6 +4,7 @@ All of it takes minutes, and runs on a GPU.
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,8 +31,8 @@ from numba_flash.config.wgmma_backward import WgmmaFusedConfig
 from numba_flash.dispatch import backward as dispatch, launch
 from numba_flash.kernels.recompute import keys as recompute_keys, queries as recompute_queries
 from numba_flash.kernels.steps import dq_order
-from numba_flash.kernels.wgmma import backward_block_tiles, backward_dq_sums
-from numba_flash.ptx import griddepcontrol
+from numba_flash.kernels.wgmma import backward_block_tiles, backward_dq_sums, backward_outputs
+from numba_flash.ptx import griddepcontrol, memory
 from numba_flash.ptx.sim import now, special, wgmma
 from numba_flash.ptx.sim.errors import InstructionError
 from numba_flash.ptx.sim.thread import driven
@@ -381,7 +382,16 @@ def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, key_tile
 def test_two_parts_of_a_group_in_line(
     rung, group, heads_kv, head_dim, stays, options, one_kernel, monkeypatch, nothing_remembered
 ):
-    """With the bits of a kernel that adds them up."""
+    """With the bits of a kernel that adds them up. The second waits until each warp of the first has counted."""
+    counted = set()
+
+    def load_acquire(address):
+        value = yield from driven(memory.load_acquire(address))
+        counted.add(int(value))
+        return value
+
+    spied = SimpleNamespace(**vars(memory) | dict(load_acquire=load_acquire))
+    monkeypatch.setattr(backward_outputs, "memory", spied)
     monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: group // 2)
     monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     monkeypatch.setattr(select_backward, "blocks_stay", lambda *_: stays)
@@ -391,9 +401,9 @@ def test_two_parts_of_a_group_in_line(
     for in_line in (True, False):
         monkeypatch.setattr(select_backward, "parts_in_line", lambda *_, in_line=in_line: in_line)
         dispatch._plans.clear()
-        select_backward.wgmma_configs.cache_clear()
+        select_backward.configs_of.cache_clear()
         made.append(rung.check(case, given, **options))
-    assert same(*made)
+    assert same(*made) and counted == {8}
 
 
 # Keys that only the last queries see, in the second tile. Their rows are computed again, in either panel of columns.

@@ -625,8 +625,9 @@ def test_how_many_heads_of_a_group_a_block_takes():
     assert members(32, 4, causal=False) == 4, "half of the multiprocessors would be idle"
     assert members(16, 2, 64, 200, causal=False) == 2 and members(16, 2, 64, 200, causal=False, batch=50) == 2
     assert members(32, 4, causal=False, window=(300, 0)) == 2
-    # Short ones only in two parts of one kernel, and in line.
-    assert members(32, 8, seqlen=512) == 2 and members(32, 4, 64, 200) == 4 and members(6, 2, seqlen=512) == 0
+    # 512 tokens only in two parts of one kernel, and in line; fewer never.
+    assert members(32, 8, seqlen=512) == 2 and members(32, 4, 64, 512) == 4 and members(6, 2, seqlen=512) == 0
+    assert members(32, 8, seqlen=511) == members(32, 4, 64, 200) == 0
     assert members(32, 8, seqlen=128, key_tiles=1) == members(16, 4, seqlen=512, one_kernel=False) == 0
     assert members(32, 4, 256, one_kernel=False) == 2 and members(64, 8, 256, one_kernel=False) == 0
     assert members(32, 4, 192, one_kernel=False) == 4

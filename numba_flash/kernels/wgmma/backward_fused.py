@@ -31,9 +31,10 @@ first Q are already being loaded when the producer waits. Consumers wait before 
 
 Launch: grid (batch * heads_kv * parts of a group * key tiles); with config.key_tiles without the last factor, and with
 config.stays any smaller grid; block (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q,
-k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counters, (batch * heads, query tiles, lines, 2);
-dq_sums (batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in
-wgmma/backward. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
+k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counters, (batch * heads, query tiles, lines, 2), and
+with config.parts_in_line (batch * heads_kv, key tiles) behind them; dq_sums (batch * heads, query tiles, lines, 2,
+chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in wgmma/backward. With config.key_tiles there are no turns
+and dq_sums, but dq, which is contiguous.
 
 Six files have the rest besides forward.py's block.py and pipeline.py, in this order: backward_block_tiles.py (which key
 tiles a block processes), backward_work.py (which query tiles it loops over), backward_producer.py (loads),
