@@ -1,7 +1,7 @@
 """How blocks that own keys share the query heads of a group: each takes some, its members. Integers only."""
 
-# Keys of a packed sequence up to which a block takes all heads: partial sums would take too long. On an H200 parts of 32/8
-# heads cost 7 % at 1400 keys and 4 % at 2048, and gain 12 % at 4096.
+# Keys of a packed sequence up to which a block takes all heads: partial sums would take too long. On an H200 parts of
+# 32/8 heads cost 7 % at 1400 keys and 4 % at 2048, and gain 12 % at 4096.
 SHORT = 2560
 
 
