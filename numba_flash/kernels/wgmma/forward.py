@@ -108,10 +108,10 @@ def make(config):
     @inlined
     def zero_behind(base, work_tile, j, n):
         """Zeroes the rows of V behind the last key, if key tile j, the block's n-th, has such rows."""
-        left = word(work_tile, KEYS) - j * tile_n
-        if left < tile_n:
+        keys, first_key = word(work_tile, KEYS), j * tile_n
+        if keys < first_key + tile_n:
             rings.v.consumer_wait(base, n)
-            zero_tail(base + plan.v + rings.v.stage(n) * v_bytes, max(left, 0))
+            zero_tail(base + plan.v + rings.v.stage(n) * v_bytes, max(keys - first_key, 0))
 
     @inlined
     def hidden_tiles(base, seen, me):
