@@ -108,7 +108,6 @@ FAILING: dict[str, str] = {
     "mma_dq-64-128x32-reads": "spills 60 bytes on sm_80 with 13.5, none on later ones",
     "mma_dq-256-64x32-reads": "spills 92 bytes on sm_80 with 13.5, none on later ones",
     "mma_dkdv-256-128x64x4-dkdv": "spills 12 bytes on sm_90a with 13.0, 16 with 13.5; none on sm_100a",
-    "mma_float64-64-64x16-rich": "spills 40 bytes on sm_90a with 13.5, where three blocks share a multiprocessor",
     "mma_float32-512-32x16": "spills 44 bytes on sm_90a, 12 on the others with 13.5",
     "mma_float32-512-16x16": "spills 44 bytes on sm_90a, 12 to 60 on the others with 13.5",
 }
