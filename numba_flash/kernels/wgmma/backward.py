@@ -109,6 +109,7 @@ def make(config):
     give_registers, take_registers = block.register_moves(config)
     products, scores = backward_products.make(config), backward_scores.make(config)
     mask_words, shown_words, kept_words, bias_words = scores.words
+    to_weights = scores.weights_of(0, config.other_rows // 16)
     rings, word, chain = pipeline.of_backward(config), block.state_of(config).read, fragments.chain(config)
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
     tiles, set_up = backward_work.tiles(config), pipeline.starter_of_backward(config)
@@ -144,7 +145,7 @@ def make(config):
         if of_ds:
             products.issue_dp(base, tile.acc_dp, own_desc, step.n)
         bias = base + plan.bias + rings.a.stage(step.n) * config.bias_bytes
-        scores.to_weights(base, step, tile, step.lse_log2, bias, step.term, every, arrays, strides, sizes, score)
+        to_weights(base, step, tile, step.lse_log2, bias, step.term, every, arrays, strides, sizes, score)
         if of_ds:
             wait_all()
             pin_s(tile.acc_dp)

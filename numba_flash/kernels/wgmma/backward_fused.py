@@ -37,7 +37,7 @@ wgmma/backward. With config.key_tiles there are no turns and dq_sums, but dq, wh
 
 Six files have the rest besides forward.py's block.py and pipeline.py, in this order: backward_block_tiles.py (which key
 tiles a block processes), backward_work.py (which query tiles it loops over), backward_producer.py (loads),
-backward_products.py, backward_plain_scores.py (P and dS), backward_dq_sums.py (parts of dQ).
+backward_products.py, backward_scores.py (P and dS), backward_dq_sums.py (parts of dQ).
 """
 
 from typing import NamedTuple
@@ -54,9 +54,9 @@ from . import (
     backward_dq_alone,
     backward_dq_sums,
     backward_key_outputs,
-    backward_plain_scores,
     backward_producer,
     backward_products,
+    backward_scores,
     backward_work,
     block,
     operands,
@@ -116,8 +116,8 @@ def make(config):
     products, write_gradients = backward_products.make(config), backward_key_outputs.of_block(config)
     count, mask_words = kept_weights.on_fragments(config, 1, tile_m), fragments.tile(config, 1, tile_m).mask_words
     tiles = backward_block_tiles.make(config)
-    plain, producer = backward_plain_scores.make(config), backward_producer.of_keys(config)
-    to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
+    scores, producer = backward_scores.make(config), backward_producer.of_keys(config)
+    to_some_weights, to_other_weights = scores.weights_of(0, tile_m // 32), scores.weights_of(tile_m // 32, tile_m // 16)
     find_visible = block.visibility(config, config.other_rows, block.state_of(config))
     read = reads.make(config, 1, tile_m, of_keys=True)
     walk = backward_work.query_walk(config, whole_warp=True)
@@ -222,7 +222,7 @@ def make(config):
     def to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score):
         """Computes P and dS of a query tile, whose S is there. dP runs beside P, once dQ of the tile before has left
         its registers."""
-        n, lse_and_delta = step.n, products.lse_and_delta_at(base, step.n)
+        n, lse_and_delta, every = step.n, products.lse_and_delta_at(base, step.n), not step.masked
         if config.seeded:
             for x in range(mask_words):  # otherwise the last tile's bits would stay in registers
                 tile.mask_bits[x] = uint32(0)
@@ -232,7 +232,8 @@ def make(config):
         bias = base + plan.ds + (n & 1) * ds_bytes
         if boxed:  # it comes with dO, to where this tile's dS will be; each warp reads and writes the same places
             rings.b.consumer_wait(base, n)
-        to_some_weights(tile, lse_and_delta, bias, score, step.masked)
+        place = lse_and_delta, bias, float32(0), every
+        to_some_weights(own, step, tile, *place, arrays, strides, sizes, score)
         wait_all()
         pin_dq(tile.acc_dp)
         if boxed and n > step.before:
@@ -244,10 +245,10 @@ def make(config):
         if packed and step.masked:  # so is a tile with rows behind the last query
             zero_behind(base, own, step)
         products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
-        to_other_weights(tile, lse_and_delta, bias, score, step.masked)
+        to_other_weights(own, step, tile, *place, arrays, strides, sizes, score)
         wait_all()
         pin_s(tile.acc_dp)
-        plain.to_gradients(tile, lse_and_delta, score, step.masked)
+        scores.to_gradients(tile, lse_and_delta, score, every)
         store_ds(base, tile.ds_frag, n)
 
     @inlined

@@ -3,7 +3,7 @@
     S = own_a . a^T      dP = own_b . b^T      dK or dQ += dS . a      dV += P . b
 
 A block that owns keys has K and V, and loops over Q and dO. One that owns queries has Q and dO, and loops over K and V.
-backward_scores.py and backward_plain_scores.py have what lies between the products.
+backward_scores.py has what lies between the products.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""How a consumer of wgmma/backward computes P and dS from a tile of S and dP, with any options.
+"""How a consumer of wgmma/backward or wgmma/backward_fused computes P and dS from a tile of S and dP.
 
 There are three steps. `prepare` runs during the product S and does all that needs no score: it finds the scores that
 count (also by mask_mod, or its bits) and the dropped weights, and loads what is read for each. `to_weights` runs during
@@ -66,9 +66,9 @@ def rounds_p_early(config):
     return config.of_p and (config.derivative_varies or not config.of_ds)
 
 
-def gradients(config, inside, hidden_by_p=False):
+def gradients(config, inside):
     """-> of_tile(tile, minus_delta, score), a device function: ds_frag <- dS in 16 bits, p_frag <- P. minus_delta: with
-    of_keys the lane's shared address. inside: all scores of the warp count; hidden_by_p: P is 0 where they do not."""
+    of_keys the lane's shared address. inside: all scores of the warp count."""
     of_keys, seeded, owes = config.of_keys, config.seeded, bool(config.wanted_aux)
     of_p, pairs = config.of_p and not rounds_p_early(config), config.other_rows // 16
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
@@ -97,8 +97,9 @@ def gradients(config, inside, hidden_by_p=False):
                             aux.add_same(tile.run, tile.daux[at], factor)
                         if of_p:
                             p[x] = acc_s[at] if counts else float32(0)
-                        if not inside and (acc_s[at] == 0 if hidden_by_p else not is_set(tile.mask_bits, r, n, x)):
-                            ds[x] = float32(0)  # dP may be NaN there
+                        # dP may be NaN where a score is hidden. If weights drop, mask_bits would take too many registers.
+                        if not inside and (acc_s[at] == 0 if seeded else not is_set(tile.mask_bits, r, n, x)):
+                            ds[x] = float32(0)
                     if of_p:
                         tile.p_frag[2 * n + r] = pack(p[0], p[1])
                     tile.ds_frag[2 * n + r] = pack(ds[0], ds[1])
@@ -113,7 +114,8 @@ def make(config):
     every: all scores of the warp count."""
     pairs, of_keys = config.other_rows // 16, config.of_keys
     way = 1 if of_keys else -1  # 1 if columns are queries
-    of_ds, early = config.of_ds, rounds_p_early(config)
+    of_ds, early, lse_first = config.of_ds, rounds_p_early(config), config.lse_first
+    loads_lse = of_keys and not lse_first
     has_score_mod, has_mask, mod_bits = config.has("score_mod"), config.has("mask"), config.mask_mod_as_bits
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     word, position = block.state_of(config).read, block.state_of(config).position
@@ -212,16 +214,16 @@ def make(config):
         return vote.any_lane(~(tile.mask_bits[0] & tile.mask_bits[1]) & every_bit) == 0
 
     def one_pair(inside: bool) -> Any:
-        """-> a function for one pair of 8 columns. inside: all scores count; no branch surrounds a score, so the pairs
-        are computed side by side."""
+        """-> a function for the n-th pair of 8 columns from `first` on. inside: all scores count; no branch surrounds a
+        score, so the pairs are computed side by side."""
 
         @inlined
-        def of_pair(pair, tile, lse, bias, term, place, arrays, strides, sizes, score):
-            acc_s = tile.acc_s
+        def of_pair(n, first, tile, lse, bias, term, place, arrays, strides, sizes, score):
+            acc_s, pair = tile.acc_s, int32(first + n)
             four = local.array(4, uint32)
             p = local.array(4, float32)
             biased = local.array(4, uint32)
-            if of_keys:
+            if loads_lse:
                 ld_st.load_v4(four, 0, lse + pair * 128)
             if boxes.present:
                 boxes.load(biased, bias, pair)
@@ -248,7 +250,10 @@ def make(config):
                                     s, slope = with_slope(s, here, arrays, strides)
                                 else:
                                     s = with_slope(s, here, arrays, strides)
-                        row_lse = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
+                        if lse_first:
+                            row_lse = float32(0)
+                        else:
+                            row_lse = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
                         own_bias = (
                             half_of(biased[2 * half + r], x) if boxes.present else read.added(tile.loaded, r, n, x)
                         )
@@ -267,22 +272,28 @@ def make(config):
 
         return of_pair
 
-    every_pair, every_pair_inside = (repeated(one_pair(inside), pairs) for inside in (False, True))
+    of_pair, of_pair_inside = one_pair(False), one_pair(True)
 
-    @inlined
-    def to_weights(base, step, tile, lse, bias, term, every, arrays, strides, sizes, score):
-        """acc_s <- P times the derivative of the score; p_frag <- P where it counts. to_gradients may write p_frag
-        instead, so that fewer registers are live beside dP."""
-        place = place_of(base, step.i, step.member)
-        if of_keys:
-            lse = place_of_columns(lse)
-        if boxes.present:
-            first_row, lane = rows_of_lane()
-            bias = boxes.place(bias, first_row, lane)
-        if every:
-            every_pair_inside(tile, lse, bias, term, place, arrays, strides, sizes, score)
-        else:
-            every_pair(tile, lse, bias, term, place, arrays, strides, sizes, score)
+    def weights_of(first, end):
+        """-> to_weights, a device function for these pairs of 8 columns."""
+        every_pair, every_pair_inside = repeated(of_pair, end - first), repeated(of_pair_inside, end - first)
+
+        @inlined
+        def to_weights(base, step, tile, lse, bias, term, every, arrays, strides, sizes, score):
+            """acc_s <- P times the derivative of the score; p_frag <- P where it counts. to_gradients may write p_frag
+            instead, so that fewer registers are live beside dP."""
+            place = place_of(base, step.i, step.member) if has_score_mod else None
+            if of_keys:
+                lse = place_of_columns(lse)
+            if boxes.present:
+                first_row, lane = rows_of_lane()
+                bias = boxes.place(bias, first_row, lane)
+            if every:
+                every_pair_inside(int32(first), tile, lse, bias, term, place, arrays, strides, sizes, score)
+            else:
+                every_pair(int32(first), tile, lse, bias, term, place, arrays, strides, sizes, score)
+
+        return to_weights
 
     differentiate, differentiate_some = gradients(config, True), gradients(config, False)
 
@@ -297,4 +308,4 @@ def make(config):
             differentiate_some(tile, minus_delta, score)
 
     words = (bits_words, read.bits_words, count.words, read.bias_words)
-    return named(load_ahead, prepare, to_weights, to_gradients, words=words)
+    return named(load_ahead, prepare, weights_of, to_gradients, words=words)
