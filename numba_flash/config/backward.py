@@ -95,7 +95,6 @@ class MmaBackwardConfig(Sums, Config):
     DTYPES: ClassVar[tuple[str, ...]] = MmaConfig.DTYPES
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)  # column_groups allowed in more than 16 bits
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose 32-bit sums a warp can keep in registers
-    columns_in_order: ClassVar[bool] = False  # True: of each 8 columns, a lane sums up two neighbours
     with_dq = False
     only_tile = False
     of_product = True
@@ -131,6 +130,11 @@ class MmaBackwardConfig(Sums, Config):
 
     def _takes(self, gradients: str, mask: str = abi.MASK_BITS) -> abi.Parameters:
         return abi.backward(gradients, "lse_delta" if self.item_size == 2 else abi.ROWS, mask)
+
+    @property
+    def columns_in_order(self) -> bool:
+        """Whether a lane sums up two neighbouring columns of each 8."""
+        return self.dtype == "float64"
 
     @property
     def reads_states(self) -> bool:  # type: ignore[override]

@@ -341,8 +341,7 @@ class TensorConfig(Config):
     column_groups: ClassVar[int] = 1  # this and the next two: as in MmaConfig, for products
     splits_columns: ClassVar[bool] = False
     exchange_at: ClassVar[int] = 0
-    scalar_loads: ClassVar[bool] = False  # these three: kernels/mma/products_float64.py
-    columns_in_order: ClassVar[bool] = False
+    unrolled: ClassVar[bool] = False  # this and the next: kernels/mma/products_float64.py
     odd_rows_first: ClassVar[bool] = False
     ROW_STATE_BYTES: ClassVar[int] = 4  # bytes of a row's flag in shared memory: whether its O is finite
 
@@ -359,6 +358,11 @@ class TensorConfig(Config):
         self._check_options()
         within = 0 <= self.rescale_threshold <= most
         check(within, f"rescale_threshold must be 0 to {most}, not {self.rescale_threshold}: P may be held in 16 bits")
+
+    @property
+    def columns_in_order(self) -> bool:
+        """Whether a lane has two neighbouring columns of each 8 of O (kernels/steps/rows_wide.py)."""
+        return self.dtype == "float64"
 
     @property
     def v_parts(self) -> int:  # type: ignore[override]

@@ -31,7 +31,6 @@ class MmaFusedConfig(MmaBackwardConfig):
     of_p = True  # type: ignore[assignment]
     DTYPES = ("float64",)
     whole_program: ClassVar[bool] = True  # setmaxnreg needs it
-    columns_in_order: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = MmaBackwardConfig.ALIGNMENT
     GROUPS: ClassVar[tuple[int, ...]] = (2,)
     LOADERS: ClassVar[int] = 64  # threads that load tiles

@@ -22,6 +22,7 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     kernel = "wgmma_float32"
     module = "wgmma.forward_float32"
     element_parts = 3
+    columns_in_order = True  # type: ignore[assignment]
     KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # one sum covers a tile's keys: a longer sum would drift
     # By (consumers, keys). A tile of 32 keys is for many columns of O; the producer splits it in few registers.
     REGISTERS: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {

@@ -46,7 +46,7 @@ def make(config):
     columns, pitch, pitch_dq = config.dq_columns, config.pitch, config.pitch_dq
     strips, panels, dq_count, paired = tile_m // 16, columns // 16, columns // 2, config.blocks > 1
     # Queries are rows, and every warp has a strip of 16.
-    of_dq = View("float64", tile_m, tile_n, 16, columns, columns, 1, config.large_f64, columns_in_order=True)
+    of_dq = View("float64", tile_m, tile_n, 16, columns, columns, 1, config.large_f64)
     made, weights = products_float64.make(of_dq), shared_weights.make(pitch, 1)
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
 

@@ -31,8 +31,7 @@ class View(NamedTuple):
     large_f64: bool
     exchange_at: int = 0
     splits_columns: bool = False
-    scalar_loads: bool = False  # these three: products_float64.py
-    columns_in_order: bool = False
+    unrolled: bool = False  # this and the next: products_float64.py
     odd_rows_first: bool = False
 
 

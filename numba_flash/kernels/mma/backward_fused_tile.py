@@ -24,8 +24,8 @@ def make(config):
     def products(groups):
         """The products if `groups` warps share rows: each sums up its part of the columns."""
         padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
-        loads = dict(scalar_loads=True, columns_in_order=True, odd_rows_first=True)
-        view = View("float64", *rows, padded, padded // groups, groups, config.large_f64, **loads)
+        columns, way = (padded, padded // groups), dict(unrolled=True, odd_rows_first=True)
+        view = View("float64", *rows, *columns, groups, config.large_f64, **way)
         return products_float64.make(view)
 
     of_scores, of_sums = products(1), products(2)

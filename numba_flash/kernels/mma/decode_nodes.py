@@ -164,7 +164,7 @@ def of_chunks(config):
     of, double, size = numbers.of(config.compute_dtype), config.compute_dtype == "float64", config.number_size
     real, ex2, maximum, bfly, ceil = of.real, of.exp2, of.maximum, of.bfly, of.ceil
     count, to_log2 = rows * blocks * 2, real(LOG2_E / exponent_unit(config))
-    natural, pair, chunk = exponent_unit(config) == 1.0, 2 * size, 1 if config.item_size == 2 else 16 // size
+    natural, pair, chunk = exponent_unit(config) == 1.0, 2 * size, 4 if config.item_size == 4 else 1
 
     @inlined
     def store_pair(at, first, second):

@@ -3,24 +3,16 @@
 A sum over head_dim may be taken in any order, so a lane chooses which columns it reads. A step of a product has 16 of
 them. Register i of an operand is the same column for Q and for K.
 
-With vector loads (without scalar_loads) a lane reads 32 bytes of a row, and register i is column 4 * (lane % 4) + i.
-Each load has 16 bytes: chunk 2 * (lane % 4) and then the odd one. The two rows that are read at a time lie in different
+A lane reads 8 bytes at a time, each to the register where the product takes it. 16 bytes would come to neighbouring
+registers, but neighbouring registers of Q hold two rows: all would be moved, and the assembler keeps two copies.
+Register i is column 8 * (lane % 2) + 2 * i + lane / 2 % 2. So the four rows that are read at a time lie in different
 banks.
 
-With scalar_loads a lane reads 8 bytes at a time, each to the register where the product takes it. 16 bytes would come
-to neighbouring registers, but neighbouring registers of an operand hold two rows: all would be moved, and the assembler
-keeps two copies. Register i is column 8 * (lane % 2) + 2 * i + lane / 2 % 2. So the four rows that are read at a time
-lie in different banks.
-
-The accumulators of S are P but for the order of keys, as for float32 (products_float32.py). V has two layouts, which
-decide about the columns of acc_o:
-
-- Without columns_in_order a lane reads 16 bytes of a row, 2 neighbouring columns, which are column lane // 4 of 2
-  products. Element i of block j of 16 columns is column 2 * (2 * (lane % 4) + i % 2) + j.
-- With columns_in_order it reads 8 bytes. Element i of block j is column 8 * j + 2 * (lane % 4) + i % 2.
+The accumulators of S are P but for the order of keys, as for float32 (products_float32.py). Of V, too, a lane reads 8
+bytes. Element i of block j of acc_o is column 8 * j + 2 * (lane % 4) + i % 2.
 
 odd_rows_first: P comes from shared memory (shared_weights.py). Of each two neighbouring rows of V, which belong to two
-neighbouring registers, lanes 2 and 3 of each four read the odd one first.
+neighbouring registers, lanes 2 and 3 of each four read the odd one first. unrolled: panels of Q and K are no loop.
 """
 
 import numpy as np
@@ -45,7 +37,6 @@ def make(config):
     own_count = strips * own_blocks * 4
     exchanged = exchanged_scores.make(config)
     by_columns, half_steps = groups > 1 and config.splits_columns, steps // 2
-    scalar_loads, columns_in_order = config.scalar_loads, config.columns_in_order
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -54,12 +45,7 @@ def make(config):
 
     @inlined
     def lanes(lane, warp, q_smem, k_smem, v_smem):
-        chunk, half, first = (lane & 3) << 1, int32(0), (lane & 3) << 1
-        if scalar_loads:
-            chunk, half = (lane & 1) << 2, (lane & 2) << 2
-        column, column_half = lane >> 2, int32(0)
-        if columns_in_order:
-            column, column_half = lane >> 3, (lane & 4) << 1
+        chunk, half, first = (lane & 1) << 2, (lane & 2) << 2, (lane & 3) << 1
         if config.odd_rows_first:
             first += (lane & 2) >> 1
         q_lane = q_smem + panel_offset((warp >> shift) * warp_rows + (lane >> 2), chunk, tile_m) + half
@@ -69,7 +55,7 @@ def make(config):
             k_lane += group_of(warp) * (half_steps * kv_panel)
         else:
             k_lane += group_of(warp) * (own_blocks * 1024)
-        v_lane = v_smem + panel_offset(first, column, tile_n) + column_half
+        v_lane = v_smem + panel_offset(first, lane >> 3, tile_n) + ((lane & 4) << 1)
         v_lane += group_of(warp) * (o_blocks // 2 * kv_panel)
         return q_lane, k_lane, v_lane, exchanged.place(lane, warp, q_smem)
 
@@ -86,33 +72,17 @@ def make(config):
     add_product = large_product if config.large_f64 else small_products
 
     @inlined
-    def load_row(values, first, second, ahead):
-        """values (4,) <- 32 bytes of a row, so many bytes ahead of where the lane's two chunks begin."""
-        ld_st.load_v2_f64(values, 0, first + ahead)
-        ld_st.load_v2_f64(values, 2, second + ahead)
-
-    @inlined
     def add_panel(blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead):
         """acc_s (strips, blocks, 4) += Q . K^T over a panel and blocks of 8 keys. The panels are so many bytes ahead of
         the lane's places, which is added behind the swizzle: so no place is kept for each panel."""
-        q_second, k_second = q_lane ^ int32(16), k_lane ^ int32(16)
         for strip in range(strips):
-            if scalar_loads:
-                for i in range(4):
-                    for half in range(2):
-                        at = (q_lane ^ int32(i << 4)) + (q_ahead + strip * 2048 + half * 1024)
-                        q_frag[strip * 8 + 2 * i + half] = ld_st.load_f64(int32(at))
-            else:
+            for i in range(4):
                 for half in range(2):
-                    load_row(k_frag, q_lane, q_second, q_ahead + strip * 2048 + half * 1024)
-                    for i in range(4):
-                        q_frag[strip * 8 + 2 * i + half] = k_frag[i]
+                    at = (q_lane ^ int32(i << 4)) + (q_ahead + strip * 2048 + half * 1024)
+                    q_frag[strip * 8 + 2 * i + half] = ld_st.load_f64(int32(at))
         for n in range(blocks):
-            if scalar_loads:
-                for i in range(4):
-                    k_frag[i] = ld_st.load_f64(int32((k_lane ^ int32(i << 4)) + (k_ahead + n * 1024)))
-            else:
-                load_row(k_frag, k_lane, k_second, k_ahead + n * 1024)
+            for i in range(4):
+                k_frag[i] = ld_st.load_f64(int32((k_lane ^ int32(i << 4)) + (k_ahead + n * 1024)))
             for strip in range(strips):
                 add_product(acc_s, (strip * blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
 
@@ -137,7 +107,7 @@ def make(config):
     @inlined
     def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
         """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
-        if scalar_loads:
+        if config.unrolled:
             for i in range(own_count):
                 acc_s[i] = float64(0)
             add_every_panel(acc_s, q_frag, k_frag, q_lane, k_lane)
@@ -167,17 +137,10 @@ def make(config):
         """acc_o += 16 keys of P . V, of p_frag (strips, p_blocks, 4) from block 2 * y on."""
         column = local.array(4, float64)
         for n in range(o_blocks // 2):
-            if not columns_in_order:
-                for key in range(4):  # 2 * (lane % 4), the next, and both 8 further; if odd_rows_first, the next first
-                    at = (v_lane ^ int32((key & 1) * (128 + 16))) + (key >> 1) * 1024
-                    ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel)
             for j in range(2):
-                for key in range(4):
-                    if columns_in_order:
-                        at = (v_lane ^ int32((key & 1) * (128 + 16) + j * 64)) + (key >> 1) * 1024
-                        column[key] = ld_st.load_f64(int32(at + n * kv_panel))
-                    else:
-                        column[key] = v_frag[2 * key + j]
+                for key in range(4):  # 2 * (lane % 4), the next, and both 8 further; if odd_rows_first, the next first
+                    at = (v_lane ^ int32((key & 1) * (128 + 16) + j * 64)) + (key >> 1) * 1024
+                    column[key] = ld_st.load_f64(int32(at + n * kv_panel))
                 for strip in range(strips):
                     at_o = (strip * o_blocks + 2 * n + j) * 4
                     add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, column, 0)
@@ -192,6 +155,6 @@ def make(config):
         add_rows(y, acc_o, p_frag, s_blocks, v_frag, v_lane + y * 2048)
 
     return Products(
-        float64, a_count, 8, s_count, lanes, nothing, multiply_q_k, in_operand_order(strips * s_blocks),
+        float64, a_count, 4, s_count, lanes, nothing, multiply_q_k, in_operand_order(strips * s_blocks),
         repeated(add_keys, tile_n // 16), add_scores, in_operand_order(2 * strips), add_16,
     )  # fmt: skip

@@ -1,8 +1,7 @@
 """Rows of O or of a gradient in 32 or 64 bits, straight from a warp's accumulators to global memory.
 
 In order, a lane has two neighbouring columns of each block of 8: so four lanes write 32 or 64 bytes that lie together.
-Otherwise it has 32 bytes of each panel of its rows; kernels/mma/products_float32.py and
-kernels/mma/products_float64.py say which columns those are.
+Otherwise it has 32 bytes of each panel of its rows; kernels/mma/products_float32.py says which columns those are.
 """
 
 import numpy as np
@@ -21,7 +20,7 @@ def row_writer(dtype, blocks, vectorized, columns_in_order=False):
     rows begin and end at multiples of what the lane writes at a time: 16 bytes, or in float32 two columns in order."""
     double, item_size = dtype == "float64", 8 if dtype == "float64" else 4
     # Elements that are written at a time; a panel has 8 times as many, and as many blocks as these.
-    chunk = 2 if columns_in_order else 16 // item_size
+    chunk = 2 if columns_in_order else 4
     halves, step = (1, 2) if columns_in_order else (2, 2 * chunk)  # of a panel; from a lane's columns to the next one's
     store, real = elements.storer(dtype), numbers.of(dtype).real
 
@@ -117,10 +116,10 @@ def gradient_writer(dtype, warp_rows, blocks, vectorized, columns_in_order=True)
     return store
 
 
-def make(config, warp_rows, columns_in_order=False):
+def make(config, warp_rows):
     """-> write_rows, a device function, for the rows of O of a query tile."""
     rows, o_blocks, group = warp_rows // 8, config.group_columns // 8, config.group_size
-    write_row = row_writer(config.dtype, o_blocks, config.o_vectorized, columns_in_order)
+    write_row = row_writer(config.dtype, o_blocks, config.o_vectorized, config.columns_in_order)
     divide_row = row_scaler(config.compute_dtype, o_blocks)
     to_natural = numbers.of(config.compute_dtype).real(1 / exponent_unit(config))
 

@@ -117,7 +117,10 @@ def make(config):
     count, mask_words = kept_weights.on_fragments(config, 1, tile_m), fragments.tile(config, 1, tile_m).mask_words
     tiles = backward_block_tiles.make(config)
     scores, producer = backward_scores.make(config), backward_producer.of_keys(config)
-    to_some_weights, to_other_weights = scores.weights_of(0, tile_m // 32), scores.weights_of(tile_m // 32, tile_m // 16)
+    to_some_weights, to_other_weights = (
+        scores.weights_of(0, tile_m // 32),
+        scores.weights_of(tile_m // 32, tile_m // 16),
+    )
     find_visible = block.visibility(config, config.other_rows, block.state_of(config))
     read = reads.make(config, 1, tile_m, of_keys=True)
     walk = backward_work.query_walk(config, whole_warp=True)

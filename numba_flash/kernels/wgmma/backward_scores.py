@@ -97,7 +97,7 @@ def gradients(config, inside):
                             aux.add_same(tile.run, tile.daux[at], factor)
                         if of_p:
                             p[x] = acc_s[at] if counts else float32(0)
-                        # dP may be NaN where a score is hidden. If weights drop, mask_bits would take too many registers.
+                        # Hidden: dP may be NaN. If weights drop, mask_bits would take too many registers.
                         if not inside and (acc_s[at] == 0 if seeded else not is_set(tile.mask_bits, r, n, x)):
                             ds[x] = float32(0)
                     if of_p:

@@ -71,7 +71,7 @@ def make(config):
     start, softmax, finish = fragment_softmax.make(config, 1)
     has_term, load_terms = sum_term.make(config) is not None, sum_term.on_fragments(config, 2)
     to_p = parts.to_operand(tile_n)
-    write_rows, recompute_rows = rows_wide.make(config, 16, columns_in_order=True), recompute.make(config, 16)
+    write_rows, recompute_rows = rows_wide.make(config, 16), recompute.make(config, 16)
     work_of = block.query_work(config)
 
     # The producer.
