@@ -151,11 +151,6 @@ class WgmmaConfig(WarpgroupsConfig):
         return self.bias_stages > 0
 
     @property
-    def o_in_q(self) -> bool:
-        """Whether O is staged in one buffer of Q while the next Q is in the other one."""
-        return self.q_buffers == 2 and self.head_dim_v_padded <= self.head_dim_padded
-
-    @property
     def registers(self) -> tuple[int, int]:
         registers = self.REGISTERS | (self.FINISHED_REGISTERS if self.scores_finished else {})
         registers |= self.MASK_REGISTERS if self.has("mask") or self.tile_states else {}

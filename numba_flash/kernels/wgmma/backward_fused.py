@@ -200,28 +200,6 @@ def make(config):
     leave_dq = leave_own_dq if all_keys else store_dq
 
     @inlined
-    def own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score):
-        """consume for a warpgroup whose keys are all past the last one: its dS is 0, and its part of dQ is made of the
-        other's. -> n"""
-        before, zeros = n, local.array(4, uint32)
-        block.clear(zeros, 4)
-        for stage in range(2):
-            place = base + plan.ds + stage * ds_bytes + me * ds_panel + (special.thread_index() & int32(127)) * 16
-            for chunk in range(ds_panel // (128 * 16)):
-                ld_st.store_v4(place + chunk * (128 * 16), zeros, 0)
-        fence.proxy_async()
-        while n < end:
-            products.release_a(base, n, elected)
-            rings.b.consumer_release(base, n, elected)
-            rings.ds.producer_commit(base, n, True)
-            issue_dq(base, acc_dq, me, n)
-            wait_all()
-            pin_dq(acc_dq)
-            leave_dq(base, own, acc_dq, me, n, before, arrays, strides, sizes, score)
-            n = int32(n + 1)
-        return n
-
-    @inlined
     def to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score):
         """Computes P and dS of a query tile, whose S is there. dP runs beside P, once dQ of the tile before has left
         its registers."""
@@ -342,11 +320,7 @@ def make(config):
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            # packed: both zero the rows behind the last query; boxed: the next bias would replace the zeros of dS
-            alone = not packed and not boxed and not (stays and one_panel)
-            if alone and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
-                n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)
-            first, masked = n, False
+            masked = False
             if n < end or not some_lack_q:
                 products.preload_s(base, acc_s, n, lse_factor)
                 products.issue_s(base, acc_s, k_desc, n, FALSE)
@@ -369,7 +343,7 @@ def make(config):
             pin_dq(acc_dq)
             if stays:
                 rings.own.consumer_release(base, w, elected)
-            if n > first:
+            if n > before:
                 leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
             finish_keys(base, own, me, n, int32(end - before), acc_dk, acc_dv, arrays, strides, sizes, score)
             tiles.leave(base, w)

@@ -56,6 +56,13 @@ def is_set(bits, r, n, x):
 
 
 @inlined
+def if_set(number, bits, r, n, x):
+    """`number`, or 0 where is_set says no. It asks each time: of one answer for two numbers the compiler makes a shift
+    for each bit, and ptxas no longer turns eight bits at a time into predicates."""
+    return number if is_set(bits, r, n, x) else float32(0)
+
+
+@inlined
 def place_of_columns(lse_and_delta):
     """Where lse of the lane's first columns is."""
     return lse_and_delta + ((special.thread_index() & int32(3)) << 4)
@@ -89,14 +96,13 @@ def gradients(config, inside):
                         at, less = 4 * n + 2 * r + x, float32(0)
                         if has_delta:
                             less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
-                        counts = is_set(tile.kept, r, n, x) if seeded else True
-                        dp = acc_dp[at] if counts else float32(0)
+                        dp = if_set(acc_dp[at], tile.kept, r, n, x) if seeded else acc_dp[at]
                         factor = dp * score.kept_count + less if seeded else dp + less
                         ds[x] = acc_s[at] * factor
                         if owes:
                             aux.add_same(tile.run, tile.daux[at], factor)
                         if of_p:
-                            p[x] = acc_s[at] if counts else float32(0)
+                            p[x] = if_set(acc_s[at], tile.kept, r, n, x) if seeded else acc_s[at]
                         # Hidden: dP may be NaN. If weights drop, mask_bits would take too many registers.
                         if not inside and (acc_s[at] == 0 if seeded else not is_set(tile.mask_bits, r, n, x)):
                             ds[x] = float32(0)
@@ -264,8 +270,7 @@ def make(config):
                         if owes:
                             tile.daux[at] = weighed * derivative * by_aux if seen else float32(0)
                         if early:
-                            counts = is_set(tile.kept, r, n, x) if count.present else True
-                            p[2 * r + x] = weighed if counts else float32(0)
+                            p[2 * r + x] = if_set(weighed, tile.kept, r, n, x) if count.present else weighed
                 if early:
                     for r in range(2):
                         tile.p_frag[2 * n + r] = pack(p[2 * r], p[2 * r + 1])

@@ -140,8 +140,7 @@ def make(config):
             wait_but_one()  # for S, with P . V behind it
         pin_s(acc_s)
         rings.k.consumer_release(base, tile.n, consumer.elected)
-        if not config.o_in_q:  # otherwise O is to lie there
-            rings.q.consumer_release(base, rows.seen, consumer.elected & (tile.j == rows.begin))
+        rings.q.consumer_release(base, rows.seen, consumer.elected & (tile.j == rows.begin))
         factor = options.finish(base, tile, scores, side, rows.inverse_scale, arrays, strides, sizes, score)
         moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor, registers.shift)
         if kept_weights.drops:
@@ -245,10 +244,8 @@ def make(config):
             if in_parts:
                 leave_part(word(work_tile, PART), registers, arrays)
             else:
-                outputs.write(base, work_tile, rows.seen, registers, words, arrays, strides, sizes, score)
-            bar.warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
-            if config.o_in_q:
-                rings.q.consumer_release(base, rows.seen, elected)
+                outputs.write(base, work_tile, registers, words, arrays, strides, sizes, score)
+            bar.warp_sync()  # all lanes have read the work tile and the rows' states
             rings.tiles.consumer_release(base, rows.seen, elected)
         wait_all()
         if ping_pong and me == 0:

@@ -92,7 +92,7 @@ def make(config):
             first_row, lane = rows_of_lane()
             lane_row = first_row + first_row_of(lane)
             load_terms(distance, word(work_tile, B), word(work_tile, H), lane_row, arrays, strides)
-        outputs.write(base, work_tile, int32(0), registers, words, arrays, strides, sizes, score)
+        outputs.write(base, work_tile, registers, words, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_join(arrays, strides, sizes, score):

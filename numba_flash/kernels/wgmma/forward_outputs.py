@@ -1,15 +1,13 @@
-"""Writes O and lse of a query tile, beside the first S of the next one (forward.py). O goes by way of shared memory, or
-straight to global memory. Rows that are not finite are computed again."""
+"""Writes O and lse of a query tile, beside the first S of the next one (forward.py). Rows that are not finite are
+computed again."""
 
 from numba import float32, int64, uint32
 
-from ...ptx import bar, cvt, fence, ld_st, memory, shfl, stmatrix, vote
+from ...ptx import bar, cvt, ld_st, memory, shfl, vote
 from ..recompute import rows as recompute
-from ..steps import output_rows
-from ..steps.basics import divide, first_column_of, first_row_of, inlined, named, panel_offset
+from ..steps.basics import divide, first_column_of, first_row_of, inlined, named
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import exponent_unit
-from . import pipeline
 from .block import query_work, rows_of_lane, tile_of
 from .tile_scores import counting
 
@@ -20,11 +18,9 @@ def make(config, finish):
 
     acc_o (head_dim_v_padded / 8, 4) is not divided yet; inverse (2,): the factors of its rows.
     """
-    panel, o_blocks = config.tile_m * 128, config.head_dim_v_padded // 8  # bytes of 64 columns; blocks of 8
+    o_blocks = config.head_dim_v_padded // 8
     o_words = (o_blocks + 3) // 4 * 4  # a lane's words of a row in 16 bits: one for each block of 8 columns
-    ring, q_bytes = pipeline.of_forward(config).q, config.tile_m * 128 * -(-config.head_dim_padded // 64)
     plan, kept_weights = config.shared_layout(), counting(config)
-    store_rows = output_rows.make(config, 16, config.head_dim_v_padded)
     recompute_rows, work_of = recompute.make(config, 16), query_work(config)
     to_natural = float32(1 / exponent_unit(config))
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
@@ -57,17 +53,6 @@ def make(config, finish):
                 exchange(words, n + i, 1, lane & 1)
 
     @inlined
-    def stage_rows(o_smem, first_row, lane, acc_o, inverse, words):
-        """Stages a warp's 16 rows of O in shared memory, in 16 bits."""
-        # Lanes give the rows of four matrices: 8 rows, the 8 rows below, and both again 8 columns further.
-        at = o_smem + panel_offset(first_row + (lane & 15), lane >> 4, config.tile_m)
-        for n in range(0, o_blocks, 2):
-            for i in range(4):
-                words[i] = output_pair(acc_o, inverse, n + i // 2, i % 2)
-            pair = n // 2
-            stmatrix.x4((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
-
-    @inlined
     def write_rows(lane_row, lane_column, lane, row_states, acc_o, inverse, words, work, arrays, strides):
         """Writes a warp's 16 rows of O from its registers to global memory, except those that are not finite."""
         for r in range(2):
@@ -94,9 +79,8 @@ def make(config, finish):
                             memory.store_b16(memory.address(arrays.o, at + column * strides.o[3]), half)
 
     @inlined
-    def write(base, work_tile, seen, registers, words, arrays, strides, sizes, score):
-        """A warp writes its rows. registers: ConsumerRegisters; seen: the number of query tiles before this one. O may
-        be staged in the place of Q."""
+    def write(base, work_tile, registers, words, arrays, strides, sizes, score):
+        """A warp writes its rows. registers: ConsumerRegisters."""
         tile, acc_o = tile_of(work_tile), registers.acc_o
         work = work_of(tile, work_tile, arrays, strides, sizes)
         sequence = work.sequence
@@ -128,19 +112,10 @@ def make(config, finish):
                 if config.write_lse and tile.first_query + query < sequence.seqlen_q:
                     head = tile.h + row - query * config.group_size
                     arrays.lse[lse_row(sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural
-        if config.o_in_q:
-            o_smem = base + plan.q + ring.stage(seen) * q_bytes
-            # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
-            # hardware does it; PTX does not say so.
-            stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words)
-            fence.proxy_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
-            bar.warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
-            store_rows(first_row, lane, o_smem, base + plan.row_states, work, arrays, strides)
-        else:
-            bar.warp_sync()  # the states of a warp's rows are there for all of its lanes
-            flags = base + plan.row_states
-            write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, work, arrays, strides)
+        bar.warp_sync()  # the states of a warp's rows are there for all of its lanes
+        flags = base + plan.row_states
+        write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, work, arrays, strides)
         if vote.any_lane(some_nonfinite) != 0:
             recompute_rows(first_row, lane, base + plan.row_states, tile, arrays, strides, sizes, score)
 
-    return named(write, words=4 if config.o_in_q else o_words)
+    return named(write, words=o_words)

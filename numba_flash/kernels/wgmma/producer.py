@@ -230,18 +230,6 @@ def make(config):
             to = base + rings.q.stage(i) * q_bytes + panel * q_panel
             tma.load_5d(to, maps_address(), full, panel * 64, 0, first_row, divide(h, config.group_size), entry)
 
-    @inlined
-    def prefetch_q(h, first_row, entry):
-        """Prefetches Q of a query tile into L2, because shared memory has no room for it yet."""
-        for panel in range(q_panels):
-            tma.prefetch_5d(maps_address(), panel * 64, 0, first_row, divide(h, config.group_size), entry)
-
-    @inlined
-    def supply_q(base, i, h, first_row, entry):
-        if config.q_buffers == 1:
-            prefetch_q(h, first_row, entry)
-        load_q(base, i, h, first_row, entry)
-
     def loader(ring, at, columns, map_at):
         panels = -(-columns // 64)
         tile_bytes = kv_panel * panels
@@ -275,7 +263,7 @@ def make(config):
             # If no tile is left, consumers issue S of the first query tile and drop it.
             entry, h, first_row = work.publish(base, i, t, arrays, strides, sizes)
             if not packed:
-                supply_q(base, i, h, first_row, entry)
+                load_q(base, i, h, first_row, entry)
             more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
                 if packed:
@@ -334,7 +322,7 @@ def make(config):
             rings.tiles.consumer_wait(base, i)
             work_tile = rings.work_tile(base, i)
             more = word_alone(work_tile, MEMBERS)
-            supply_q(base, i, word_alone(work_tile, H), word_alone(work_tile, block.Q_ROW), int32(0))
+            load_q(base, i, word_alone(work_tile, H), word_alone(work_tile, block.Q_ROW), int32(0))
             i = int32(i + 1)
 
     @inlined
