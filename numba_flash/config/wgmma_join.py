@@ -5,7 +5,7 @@ from typing import Any
 
 from ..abi import parameters as abi
 from ..abi.tensor_maps import OperandMaps
-from .forward import AnyProblem, Config, fields_of, layout, tile_bytes
+from .forward import AnyProblem, Config, fields_of, layout
 from .wgmma_forward import WgmmaConfig
 
 
@@ -33,8 +33,7 @@ class WgmmaJoinConfig(WgmmaConfig):
         return {}
 
     def shared_layout(self) -> Any:
-        """The layout of WgmmaConfig without K and V. It has one tile of Q if O is staged there, otherwise none."""
+        """The layout of WgmmaConfig without tiles."""
         own = super().shared_layout()
-        in_q = tile_bytes(self.tile_m, self.head_dim_padded) if self.o_in_q else 0
         states, barriers = own.barriers - own.row_states, own.end - own.barriers
-        return layout(q=in_q, k=0, v=0, bias=0, row_states=states, barriers=barriers)
+        return layout(q=0, k=0, v=0, bias=0, row_states=states, barriers=barriers)

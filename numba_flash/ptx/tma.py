@@ -136,13 +136,6 @@ def wait_group(newest):
 
 
 @intrinsic
-def prefetch_5d(typingctx, tensor_map, c0, c1, c2, c3, c4):
-    """cp.async.bulk.prefetch.tensor: box at (c0, ..., c4) -> L2. A hint, nothing waits for it (PTX ISA 9.7.9.27)."""
-    text = f"cp.async.bulk.prefetch.tensor.5d.L2.global [$0, {asm.braces(1, 5)}];"
-    return asm.scalars(text, _void(_i64, _i32, _i32, _i32, _i32, _i32))
-
-
-@intrinsic
 def prefetch(typingctx, tensor_map):
     """prefetch.tensormap: bring a tensor map near, so that the first copy does not wait for it (PTX ISA 9.7.9.16)."""
     return asm.scalars("prefetch.tensormap [$0];", types.void(types.int64))

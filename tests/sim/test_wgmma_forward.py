@@ -102,22 +102,23 @@ def test_blocks_share_the_keys_of_a_query_tile(rung, parts, shape, options, monk
     rung.check(case, **options)
 
 
-# O goes to global memory by way of Q's second buffer, or straight.
+# Q has one buffer, or two.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("row", "head_dim_v", "kilobytes", "staged"),
+    ("row", "head_dim_v", "kilobytes"),
     [
-        (tile_row(256, tile_m=64, tile_n=112, q_buffers=2, rescale_threshold=8), 72, 227, True),
-        (tile_row(256, tile_m=128, tile_n=64, q_buffers=1, rescale_threshold=8), 136, 227, False),
-        (tile_row(256, tile_m=64, tile_n=32, q_buffers=1, rescale_threshold=0), 40, 48, False),
+        (tile_row(256, tile_m=64, tile_n=112, q_buffers=2, rescale_threshold=8), 72, 227),
+        (tile_row(256, tile_m=128, tile_n=64, q_buffers=1, rescale_threshold=8), 136, 227),
+        (tile_row(256, tile_m=64, tile_n=32, q_buffers=1, rescale_threshold=0), 40, 48),
     ],
 )
-def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, staged, monkeypatch, nothing_remembered):
+def test_the_next_q_waits_for_room(rung, row, head_dim_v, kilobytes, monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1, shared_bytes=kilobytes * 1024)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
     monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
     case = rung.problem(200, 300, batch=1, heads=1, heads_kv=1, head_dim=72, head_dim_v=head_dim_v)
-    assert api.prepare_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.o_in_q == staged
+    config = api.prepare_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config
+    assert config.q_buffers == row.tile["q_buffers"]
     rung.check(case, causal=True)
 
 

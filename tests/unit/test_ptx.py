@@ -152,7 +152,6 @@ USES = {
     "special.block_count": ("%nctaid.x", "u[0] = special.block_count()"),
     "tma.commit_group": ("cp.async.bulk.commit_group", "tma.commit_group()"),
     "tma.wait_group_read": ("cp.async.bulk.wait_group.read 1", "made()", (1,)),
-    "tma.prefetch_5d": ("cp.async.bulk.prefetch.tensor.5d.L2", "tma.prefetch_5d(g, i, i, i, i, i)"),
     "tma.load_bytes": (
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
         "tma.load_bytes(at, g, at, 16)",

@@ -226,10 +226,6 @@ def wait_group(newest):
     return wait
 
 
-def prefetch_5d(tensor_map, c0, c1, c2, c3, c4):
-    _box(current().block, tensor_map, (c0, c1, c2, c3, c4))
-
-
 def prefetch(tensor_map):
     current().block.memory.tensor(tensor_map)
 
