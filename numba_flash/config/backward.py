@@ -132,11 +132,6 @@ class MmaBackwardConfig(Sums, Config):
         return abi.backward(gradients, "lse_delta" if self.item_size == 2 else abi.ROWS, mask)
 
     @property
-    def columns_in_order(self) -> bool:
-        """Whether a lane sums up two neighbouring columns of each 8."""
-        return self.dtype == "float64"
-
-    @property
     def reads_states(self) -> bool:  # type: ignore[override]
         return self.item_size == 2 and self.of_product and not self.with_dq
 

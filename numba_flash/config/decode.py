@@ -33,6 +33,7 @@ class DecodeConfig(TensorConfig):
     large_f64: bool = False
 
     CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; bits depend on it, on tile_n and on key_warps
+    ROW_STATE_BYTES: ClassVar[int] = 4  # bytes of a row's flag in shared memory: whether its O is finite
     STAGE_BYTES: ClassVar[dict[str, int]] = dict(float32=32 * 1024)  # at most; other dtypes: 64 KB
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
 

@@ -299,6 +299,11 @@ class Config(LaunchFacts):
         return -(-columns // 16) * 16
 
     @property
+    def columns_in_order(self) -> bool:
+        """Whether a lane sums up two neighbouring columns of each 8 (kernels/steps/rows_wide.py)."""
+        return self.dtype == "float64"
+
+    @property
     def derivative_varies(self) -> bool:
         """Whether the derivative of a score with respect to scale * q . k may differ from 1."""
         return any(BY_NAME[name].derivative for name, _ in self.uses)
@@ -343,7 +348,6 @@ class TensorConfig(Config):
     exchange_at: ClassVar[int] = 0
     unrolled: ClassVar[bool] = False  # this and the next: kernels/mma/products_float64.py
     odd_rows_first: ClassVar[bool] = False
-    ROW_STATE_BYTES: ClassVar[int] = 4  # bytes of a row's flag in shared memory: whether its O is finite
 
     def _check(self, rows_step: int, keys_step: int) -> None:
         self._check_dtype()
@@ -358,11 +362,6 @@ class TensorConfig(Config):
         self._check_options()
         within = 0 <= self.rescale_threshold <= most
         check(within, f"rescale_threshold must be 0 to {most}, not {self.rescale_threshold}: P may be held in 16 bits")
-
-    @property
-    def columns_in_order(self) -> bool:
-        """Whether a lane has two neighbouring columns of each 8 of O (kernels/steps/rows_wide.py)."""
-        return self.dtype == "float64"
 
     @property
     def v_parts(self) -> int:  # type: ignore[override]

@@ -68,20 +68,15 @@ class MmaConfig(TensorConfig):
         return self.dtype == "float64" and self.column_groups > 1
 
     def shared_layout(self) -> Any:
-        """A 16-bit O is staged over Q and K, which are no longer needed then. A 32- or 64-bit O is written directly to
-        global memory.
-        """
         size = self.item_size
         tile_q, tile_k = (tile_bytes(rows, self.head_dim_padded, size) for rows in (self.tile_m, self.tile_n))
         v_at = tile_q + tile_k
-        row_states_at = tile_bytes(self.tile_m, self.head_dim_v_padded) if size == 2 else 0
-        of_rows = self.ROW_STATE_BYTES * self.tile_m * self.column_groups
-        behind = max(v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size), row_states_at + of_rows)
+        behind = v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size)
         exchanged = self.tile_m * self.tile_n * size * (1 + self.splits_columns) if self.column_groups > 1 else 0
         # The block's state has notes of 16 bytes (kernels/steps/block_state.py). bias, mask and in_order need two more.
         entries = 4 if self.has("bias") or self.has("mask") or self.in_order else 2
         states = layout(begin=behind, tile_state=entries * 16, exchange=exchanged)
-        return places(q=0, k=tile_q, v=v_at, row_states=row_states_at, **states._asdict())
+        return places(q=0, k=tile_q, v=v_at, **states._asdict())
 
     @property
     def exchange_at(self) -> int:  # type: ignore[override]

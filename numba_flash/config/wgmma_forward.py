@@ -71,7 +71,6 @@ class WarpgroupsConfig(Warpgroups, TensorConfig):
             k=tiles * tile_bytes(self.tile_n, self.head_dim_padded),
             v=tiles * tile_bytes(self.tile_n, self.head_dim_v_padded),
             bias=boxes * self.bias_bytes,
-            row_states=self.ROW_STATE_BYTES * self.tile_m,
             barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,  # barriers and work tiles
         )
 

@@ -35,5 +35,4 @@ class WgmmaJoinConfig(WgmmaConfig):
     def shared_layout(self) -> Any:
         """The layout of WgmmaConfig without tiles."""
         own = super().shared_layout()
-        states, barriers = own.barriers - own.row_states, own.end - own.barriers
-        return layout(q=0, k=0, v=0, bias=0, row_states=states, barriers=barriers)
+        return layout(q=0, k=0, v=0, bias=0, barriers=own.end - own.barriers)

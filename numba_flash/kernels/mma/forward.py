@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint8, uint32
 
-from ...ptx import cp_async, local, memory, shared, special, vote
+from ...ptx import cp_async, local, memory, shared, special
 from ..recompute import rows as recompute
 from ..score import (
     fragment_functions,
@@ -29,11 +29,11 @@ from ..score import (
     tile_walk,
 )
 from ..score.reads import Origin
-from ..steps import async_tiles, block_state, numbers, rows_wide
+from ..steps import async_tiles, block_state, numbers, output_rows
 from ..steps.basics import FALSE, TRUE, divide, first_column_of, first_row_of, inlined, tiles_of
 from ..steps.sequence import QueryWork, key_range, key_row, packed_queries, query_row
 from ..steps.units import LOG2_E
-from . import products_16bit, products_float32, products_float64, rows_16bit, work_tile
+from . import products_16bit, products_float32, products_float64, work_tile
 
 PRODUCTS = dict(float16=products_16bit, bfloat16=products_16bit, float32=products_float32, float64=products_float64)
 
@@ -95,7 +95,7 @@ def make(config):
     kept_weight = kept_weights.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_term.make(config) is not None, sum_term.on_fragments(config, rows)
     products, recompute_rows = PRODUCTS[config.dtype].make(config), recompute.make(config, warp_rows)
-    write_rows, log2_e = (rows_16bit if config.item_size == 2 else rows_wide).make(config, warp_rows), real(LOG2_E)
+    write_rows, log2_e = output_rows.make(config, warp_rows), real(LOG2_E)
 
     @inlined
     def again(places):
@@ -330,15 +330,10 @@ def make(config):
         if kept_weight.present:
             kept_weight.scale(inverse_l, score)
         wait_all()
-        cuda.syncthreads()  # everyone is done with Q and K
-        o_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)
         first_row, column_group = (warp >> shift) * warp_rows, warp & (groups - 1)
         own = QueryWork(tile.sequence, tile.h, tile.h_kv, tile.first_query, int32(tile.part * groups + column_group))
-        row_states = o_smem + plan.row_states + column_group * (config.ROW_STATE_BYTES * config.tile_m)
-        staged = o_smem, row_states, first_row, lane
-        nonfinite = write_rows(registers.acc_o, inverse_l, lse, *staged, own, arrays, strides, sizes)
-        if vote.any_lane(nonfinite) != 0:
-            own = work_tile.query_tile(own)
-            recompute_rows(first_row, lane, row_states, own, arrays, strides, sizes, score)
+        nonfinite = write_rows(registers.acc_o, inverse_l, lse, first_row, lane, own, arrays, strides, sizes)
+        if nonfinite != 0:
+            recompute_rows(nonfinite, first_row, lane, work_tile.query_tile(own), arrays, strides, sizes, score)
 
     return flash_attention_mma

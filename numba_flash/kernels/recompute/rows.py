@@ -65,11 +65,7 @@ def _of_row(config: Any, row_of_v: Any, row_of_key: Any = pairs.own_row) -> Any:
 
 
 def make(config: Any, warp_rows: int) -> Any:
-    """-> recompute_rows, a device function.
-
-    Each row of the tile has a uint32 in shared memory, config.ROW_STATE_BYTES from the next, that is not 0 if the row
-    is not finite.
-    """
+    """-> recompute_rows, a device function."""
 
     @inlined
     def row_of_v(first_v, key, arrays, strides, sizes):
@@ -80,8 +76,8 @@ def make(config: Any, warp_rows: int) -> Any:
     write_lse = config.write_lse and config.item_size > 2
 
     @inlined
-    def recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score):
-        """One warp computes its marked rows from first_row on, of a QueryTile."""
+    def recompute_rows(nonfinite, first_row, lane, tile, arrays, strides, sizes, score):
+        """One warp computes those of its rows from first_row on that have a bit in nonfinite, of a QueryTile."""
         sequence, h_kv = sequence_of(tile.b, arrays, strides, sizes), kv_head(tile.h, sizes)
         queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         first_column = tile.part * config.group_columns
@@ -90,7 +86,7 @@ def make(config: Any, warp_rows: int) -> Any:
         row_o = local.array(words, real)
         for row in range(first_row, first_row + warp_rows):
             row_query, head = row // config.group_size, tile.h + row % config.group_size
-            if row_query < queries_left and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) != 0:
+            if row_query < queries_left and (nonfinite >> uint32(row - first_row)) & uint32(1) != 0:
                 query = query_of(sequence, head, tile.first_query + row_query, sizes)
                 row_lse = recompute_row(
                     row_o, sequence, query, lane, first_column, columns, first_v, arrays, strides, sizes, score
@@ -102,7 +98,8 @@ def make(config: Any, warp_rows: int) -> Any:
 
 
 def of_cache(config: Any) -> Any:
-    """-> recompute_rows, a device function, for a cache. Its rows have a uint32 as those of `make` have."""
+    """-> recompute_rows, a device function, for a cache. Each row of the tile has a uint32 in shared memory,
+    config.ROW_STATE_BYTES from the next, that is not 0 if the row is not finite."""
     group, place_of_key, columns = config.group_size, pages.key_places(config), config.head_dim_v
     words, warps, real = -(-config.group_columns // 32), config.threads // 32, numbers.of(config.compute_dtype).real
 

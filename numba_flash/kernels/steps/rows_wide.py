@@ -1,4 +1,4 @@
-"""Rows of O or of a gradient in 32 or 64 bits, straight from a warp's accumulators to global memory.
+"""Rows of O or of a gradient in 32 or 64 bits, from a warp's accumulators to global memory.
 
 In order, a lane has two neighbouring columns of each block of 8: so four lanes write 32 or 64 bytes that lie together.
 Otherwise it has 32 bytes of each panel of its rows; kernels/mma/products_float32.py says which columns those are.
@@ -7,12 +7,10 @@ Otherwise it has 32 bytes of each panel of its rows; kernels/mma/products_float3
 import numpy as np
 from numba import int32, uint32
 
-from ...ptx import bar, ld_st, local, memory, shfl
+from ...ptx import local, memory, shfl
 from . import elements, numbers
-from .basics import TRUE, divide, first_row_of, inlined
+from .basics import first_row_of, inlined
 from .repeated import repeated
-from .sequence import lse_row, query_row
-from .units import exponent_unit
 
 
 def row_writer(dtype, blocks, vectorized, columns_in_order=False):
@@ -114,45 +112,3 @@ def gradient_writer(dtype, warp_rows, blocks, vectorized, columns_in_order=True)
         return bits
 
     return store
-
-
-def make(config, warp_rows):
-    """-> write_rows, a device function, for the rows of O of a query tile."""
-    rows, o_blocks, group = warp_rows // 8, config.group_columns // 8, config.group_size
-    write_row = row_writer(config.dtype, o_blocks, config.o_vectorized, config.columns_in_order)
-    divide_row = row_scaler(config.compute_dtype, o_blocks)
-    to_natural = numbers.of(config.compute_dtype).real(1 / exponent_unit(config))
-
-    @inlined
-    def finish_row(r, some, acc_o, inverse_l, lse, row_states, first_row, lane, work, arrays, strides, sizes):
-        """some[0] <- 1 where the row is not finite."""
-        row, sequence = first_row + int32(first_row_of(lane)) + r * 8, work.sequence
-        queries_left = int32(min(sequence.seqlen_q - work.first_query, config.queries))
-        query = divide(row, group)
-        head = work.h + row - query * group
-        flag = uint32(0) if divide_row(acc_o, r, inverse_l[r], TRUE) else uint32(1)
-        if lane & 3 == 0:
-            ld_st.store_b32(row_states + row * config.ROW_STATE_BYTES, flag)
-            if config.write_lse and work.part == 0 and query < queries_left:
-                arrays.lse[lse_row(sequence, head, work.first_query + query, sizes)] = lse[r] * to_natural
-        if flag == 0 and query < queries_left:
-            columns_left = int32(min(config.head_dim_v - work.part * config.group_columns, config.group_columns))
-            row_at = query_row(strides.o, sequence, head, work.first_query + query)
-            row_at += work.part * config.group_columns * strides.o[3]
-            write_row(acc_o, r, lane, arrays.o, row_at, strides.o[3], columns_left)
-        some[0] |= flag
-
-    finish_every_row = repeated(finish_row, rows)
-
-    @inlined
-    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, work, arrays, strides, sizes):
-        """Writes a warp's rows of a QueryWork from first_row on, with their lse. A row of O that is not finite is not
-        written but marked in row_states (kernels/recompute/rows.py). -> whether the lane has a part of such a row.
-        o_smem: not used; kernels/mma/rows_16bit.py, which takes the same, stages rows there."""
-        some = local.array(1, uint32)
-        some[0] = uint32(0)
-        finish_every_row(some, acc_o, inverse_l, lse, row_states, first_row, lane, work, arrays, strides, sizes)
-        bar.warp_sync()  # the flags are read by the whole warp
-        return some[0]
-
-    return write_rows

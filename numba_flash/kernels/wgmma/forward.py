@@ -75,7 +75,7 @@ def make(config):
     options, kept_weights = tile_scores.make(config, sides), counting(config)
     walk, to_p = tile_walk.make(config, whole_warp=True), fragment_softmax.in_16_bits(config, 1)
     start, softmax, finish = fragment_softmax.make(config, 1, shifted=sides.present)
-    outputs, rescale = forward_outputs.make(config, finish), fragment_softmax.rescaler(1, head_dim_v_padded // 8)
+    write, rescale = forward_outputs.make(config, finish), fragment_softmax.rescaler(1, head_dim_v_padded // 8)
     in_parts, (leave_part, _) = config.parts > 1, forward_join.of_parts(config)
     has_term = sum_term.make(config) is not None and not in_parts
     load_terms = sum_term.on_fragments(config, 2)
@@ -183,7 +183,6 @@ def make(config):
         p_frag, kept = local.array(p_count, uint32), local.array(kept_weights.words, uint32)
         scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(read.bits_words, uint32), terms, distance)
         registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, shift, kept)
-        words = local.array(outputs.words, uint32)  # O, on its way to global memory
         me, elected = int32(warpgroup - 1), block.elected()
         consumer = Consumer(me, int32(0) if me == config.consumers - 1 else int32(me + 1), elected)
         q_desc = describe_rows(base + me * (64 * 128))  # of the query tile at work
@@ -244,8 +243,8 @@ def make(config):
             if in_parts:
                 leave_part(word(work_tile, PART), registers, arrays)
             else:
-                outputs.write(base, work_tile, registers, words, arrays, strides, sizes, score)
-            bar.warp_sync()  # all lanes have read the work tile and the rows' states
+                write(work_tile, registers, arrays, strides, sizes, score)
+            bar.warp_sync()  # all lanes have read the work tile
             rings.tiles.consumer_release(base, rows.seen, elected)
         wait_all()
         if ping_pong and me == 0:

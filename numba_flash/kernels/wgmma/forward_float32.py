@@ -18,14 +18,12 @@ from collections import namedtuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
-from ...ptx import bar, fence, local, memory, special, vote, wgmma
-from ..recompute import rows as recompute
+from ...ptx import bar, fence, local, memory, special, wgmma
 from ..score import fragment_softmax, fragments, reads, sum_term, tile_walk
-from ..steps import rows_wide
 from ..steps.basics import FALSE, TRUE, first_row_of, inlined, nothing
 from ..steps.sequence import key_row, make as make_sequence, queries as make_queries, query_row
-from . import block, parts, pipeline, producer, tile_scores
-from .block import BEGIN, CUT, FREE, H_KV, KEYS, MEMBERS, STATES, STOP, B, rows_of_lane, tile_of, word, word_alone
+from . import block, forward_outputs, parts, pipeline, producer, tile_scores
+from .block import BEGIN, CUT, FREE, H_KV, KEYS, MEMBERS, STATES, STOP, B, H, rows_of_lane, tile_of, word, word_alone
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
 
@@ -71,8 +69,7 @@ def make(config):
     start, softmax, finish = fragment_softmax.make(config, 1)
     has_term, load_terms = sum_term.make(config) is not None, sum_term.on_fragments(config, 2)
     to_p = parts.to_operand(tile_n)
-    write_rows, recompute_rows = rows_wide.make(config, 16), recompute.make(config, 16)
-    work_of = block.query_work(config)
+    write = forward_outputs.make(config, finish)
 
     # The producer.
 
@@ -241,24 +238,6 @@ def make(config):
         rings.v.consumer_release(base, tile.n, block.elected())
 
     @inlined
-    def write_tile(base, work_tile, registers, arrays, strides, sizes, score):
-        """Writes O and lse of the warp's rows."""
-        tile, acc_o = tile_of(work_tile), registers.acc_o
-        first_row, lane = rows_of_lane()
-        inverse_l, lse = registers.alpha, registers.scores.distance  # the same registers, free by now
-        if has_term:
-            load_terms(lse, tile.b, tile.h, first_row + first_row_of(lane), arrays, strides)
-        finish(registers.m, registers.l, inverse_l, lse)
-        if kept_weights.drops:
-            kept_weights.scale(inverse_l, score)
-        row_states = base + plan.row_states
-        work = work_of(tile, work_tile, arrays, strides, sizes)
-        nonfinite = write_rows(acc_o, inverse_l, lse, base, row_states, first_row, lane, work, arrays, strides, sizes)
-        if vote.any_lane(nonfinite) != 0:
-            recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score)
-        bar.warp_sync()  # all lanes have read the work tile and the rows' states
-
-    @inlined
     def consume(base, me, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
         acc_s, acc_o = local.array(s_count, float32), local.array(o_count, float32)
@@ -293,7 +272,12 @@ def make(config):
                     step(base, me, tile, registers, arrays, strides, sizes, score)
                     n = int32(n + 1)
                     j = int32(walk.next_tile(states, j, begin, arrays, strides))
-            write_tile(base, work_tile, registers, arrays, strides, sizes, score)
+            if has_term:
+                first_row, lane = rows_of_lane()
+                lane_row = first_row + first_row_of(lane)
+                load_terms(distance, word(work_tile, B), word(work_tile, H), lane_row, arrays, strides)
+            write(work_tile, registers, arrays, strides, sizes, score)
+            bar.warp_sync()  # all lanes have read the work tile
             rings.tiles.consumer_release(base, i, block.elected())
             i = int32(i + 1)
             rings.tiles.consumer_wait(base, i)

@@ -74,12 +74,12 @@ def of_parts(config):
 def make(config):
     o_count, parts, rings = config.head_dim_v_padded // 2, config.parts, pipeline.of_forward(config)
     start, _, finish = fragment_softmax.make(config, 1)
-    outputs, work, (_, add) = forward_outputs.make(config, finish), query_tiles(config), of_parts(config)
+    write, work, (_, add) = forward_outputs.make(config, finish), query_tiles(config), of_parts(config)
     has_term, load_terms = sum_term.make(config) is not None, sum_term.on_fragments(config, 2)
 
     @inlined
     def join(base, arrays, strides, sizes, score):
-        acc_o, words = local.array(o_count, float32), local.array(outputs.words, uint32)
+        acc_o = local.array(o_count, float32)
         m, l, alpha = local.array(2, float32), local.array(2, float32), local.array(2, float32)
         distance, none = local.array(2, float32), local.array(1, uint32)
         scores = ScoreRegisters(distance, none, none, none, distance, distance)
@@ -92,7 +92,7 @@ def make(config):
             first_row, lane = rows_of_lane()
             lane_row = first_row + first_row_of(lane)
             load_terms(distance, word(work_tile, B), word(work_tile, H), lane_row, arrays, strides)
-        outputs.write(base, work_tile, registers, words, arrays, strides, sizes, score)
+        write(work_tile, registers, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_join(arrays, strides, sizes, score):
