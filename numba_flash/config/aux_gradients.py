@@ -1,13 +1,12 @@
 """Configs of the kernels for the gradients of aux: one loops over all scores, two run before and after it."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..abi import parameters as abi
 from ..abi.arguments import sizes_of_aux
 from ..problem.options import daux_name
 from .forward import LaunchFacts
-from .simt_backward import OfAux, SimtRowsConfig
+from .simt_backward import SimtRowsConfig
 
 PART = 24  # each word holds so many bits of a sum (kernels/score/aux_gradient.py)
 
@@ -18,12 +17,11 @@ def words(compute_dtype: str) -> int:
     return exponents // PART + -(-(mantissa + PART - 1) // PART) + 1
 
 
-@dataclass(frozen=True)
-class DauxConfig(OfAux, SimtRowsConfig):
+class DauxConfig(SimtRowsConfig, kernel="v2_daux", module="simt.v2_backward_daux"):
     """Config of v2_daux: one thread per query row."""
 
-    kernel = "v2_daux"
-    module = "simt.v2_backward_daux"
+    wanted_aux: tuple[int, ...] = ()
+
     takes = abi.backward("", abi.ROWS, "mask").plus(abi.AUX_SUMS, abi.OF_AUX)
 
     def _tile_sizes(self) -> dict[str, int]:
@@ -31,7 +29,6 @@ class DauxConfig(OfAux, SimtRowsConfig):
         return sizes | dict(products=sizes["ds"])  # Q K^T
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class AuxElementsConfig(LaunchFacts):
     """Kernels with one thread for each element of the arrays wanted_aux. dtype: of the sums' terms, float32 or float64;
     given: the dtypes of these arrays."""
@@ -55,20 +52,12 @@ class AuxElementsConfig(LaunchFacts):
         return sizes_of_aux(problem)["aux_begins"][-1]
 
 
-@dataclass(frozen=True)
-class AuxStartConfig(AuxElementsConfig):
+class AuxStartConfig(AuxElementsConfig, kernel="daux_start", module="simt.daux_start"):
     """Config of daux_start, which clears the sums before other kernels add to them."""
 
-    kernel = "daux_start"
-    module = "simt.daux_start"
 
-
-@dataclass(frozen=True)
-class AuxRoundConfig(AuxElementsConfig):
+class AuxRoundConfig(AuxElementsConfig, kernel="daux_round", module="simt.daux_round"):
     """Config of daux_round, which runs last, rounds the sums and writes the gradients."""
-
-    kernel = "daux_round"
-    module = "simt.daux_round"
 
     @property
     def parameters(self) -> abi.Parameters:

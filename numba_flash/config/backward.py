@@ -1,18 +1,18 @@
 """Configs of mma's backward, and of backward_preprocess, which runs before mma's and wgmma's in 16 bits."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from .forward import ITEM_SIZE, AnyProblem, Config, check, layout, multiple_of, one_of, tile_bytes
 from .mma_forward import MmaConfig
-from .simt_backward import OfAux, OfBias, OfDelta
+from .simt_backward import OfBias, OfDelta
 
 BLOCK_ROWS = 16  # backward_preprocess writes blocks of so many queries (kernels/steps/lse_delta.py)
 
 
-@dataclass(frozen=True)
-class PreprocessConfig(OfDelta):
+class PreprocessConfig(OfDelta, kernel="backward_preprocess", module="mma.backward_preprocess"):
     """Config of mma/backward_preprocess.
 
     natural: lse stays a natural logarithm, as scores with a bias need it (kernels/steps/units.py). dq_partials: sums of
@@ -23,8 +23,6 @@ class PreprocessConfig(OfDelta):
     dq_partials: int = 1
     early: bool = False
 
-    kernel = "backward_preprocess"
-    module = "mma.backward_preprocess"
     takes = abi.OF_PREPROCESS
     UNIT = BLOCK_ROWS
 
@@ -66,7 +64,6 @@ class Sums:
         return getattr(self, "of_dv", False)
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class MmaBackwardConfig(Sums, Config):
     """Config of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the
     tiles of the other side.
@@ -93,6 +90,7 @@ class MmaBackwardConfig(Sums, Config):
     copy_bytes: int = 16
 
     DTYPES: ClassVar[tuple[str, ...]] = MmaConfig.DTYPES
+    GRADIENTS: ClassVar[str]  # that it writes
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)  # column_groups allowed in more than 16 bits
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose 32-bit sums a warp can keep in registers
     with_dq = False
@@ -100,14 +98,13 @@ class MmaBackwardConfig(Sums, Config):
     of_product = True
 
     def __post_init__(self) -> None:
-        self._check_dtype()
+        self._check_taken(self.WIDEST if self.item_size == 2 else math.inf)
         one_of("warp_rows", self.warp_rows, 16, 32)
         multiple_of("a block's own rows", self.own_rows, self.warp_rows)
         if self.item_size == 2:
             self._check_16_bits()
         else:
             self._check_others()
-        self._check_options()
 
     def _check_16_bits(self) -> None:
         other, groups = self.other_rows, self.column_groups
@@ -117,7 +114,6 @@ class MmaBackwardConfig(Sums, Config):
         check(whole, f"column_groups must be 1, 2 or 4, with 16 rows for each, not {groups}")
         fits = other <= 128 * groups
         check(fits, f"a warp's part of a tile has at most 128 rows, not {other}: a mask is one word")
-        self._check_widest()
 
     def _check_others(self) -> None:
         one_of("the rows that a block walks over", self.other_rows, *MmaConfig.KEYS[self.dtype])
@@ -128,8 +124,10 @@ class MmaBackwardConfig(Sums, Config):
         sums, most = summed // self.column_groups * self.item_size // 4 * self.strips, self.WIDEST
         check(sums <= most, f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {most}")
 
-    def _takes(self, gradients: str, mask: str = abi.MASK_BITS) -> abi.Parameters:
-        return abi.backward(gradients, "lse_delta" if self.item_size == 2 else abi.ROWS, mask)
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        mask = abi.MASK_BITS_OF_KEYS if self.of_keys else abi.MASK_BITS
+        return abi.backward(self.GRADIENTS, "lse_delta" if self.item_size == 2 else abi.ROWS, mask)
 
     @property
     def reads_states(self) -> bool:  # type: ignore[override]
@@ -202,14 +200,12 @@ class MmaBackwardConfig(Sums, Config):
         return layout(**own, **other, p=p, ds=scores * self.of_ds, dq=dq, **behind)
 
 
-@dataclass(frozen=True)
-class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
+class MmaDkdvConfig(OfGradients, MmaBackwardConfig, kernel="mma_dkdv", module="mma.backward"):
     """A block owns tile_n keys and walks over tiles of tile_m queries. In 16 bits the sums of dK and dV fit into
     registers together up to head_dim 128."""
 
-    kernel = "mma_dkdv"
-    module = "mma.backward"
     of_keys = True
+    GRADIENTS = "dk dv"
 
     def __post_init__(self) -> None:
         alone = self.column_groups == 1 or self.item_size > 2
@@ -222,13 +218,8 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
             f"{self.head_dim} and {self.head_dim_v}, and those it would stage on top of another's",
         )
 
-    @property
-    def takes(self) -> abi.Parameters:  # type: ignore[override]
-        return self._takes("dk dv", abi.MASK_BITS_OF_KEYS)
 
-
-@dataclass(frozen=True)
-class MmaOneKeyTileConfig(MmaDkdvConfig):
+class MmaOneKeyTileConfig(MmaDkdvConfig, kernel="mma_one_key_tile"):
     """The same for heads with one tile of keys: a block computes dQ, too.
 
     delta: the Config of backward_preprocess if the block does its work, for heads with one tile of queries. with_dbias:
@@ -243,7 +234,6 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
 
     DTYPES = ("float16", "bfloat16")
     with_dq = True
-    kernel = "mma_one_key_tile"
 
     def __post_init__(self) -> None:
         alone = self.of_dk and self.of_dv and self.column_groups == self.stages == 1
@@ -271,19 +261,12 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
         return self.delta.workspace(problem) if self.delta else {}
 
 
-@dataclass(frozen=True)
-class MmaDqConfig(MmaBackwardConfig):
+class MmaDqConfig(MmaBackwardConfig, kernel="mma_dq", module="mma.backward"):
     """A block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
-    kernel = "mma_dq"
-    module = "mma.backward"
-
-    @property
-    def takes(self) -> abi.Parameters:  # type: ignore[override]
-        return self._takes("dq")
+    GRADIENTS = "dq"
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class MmaScoresConfig(MmaBackwardConfig):
     """The kernels that stop at dS. They process one tile of tile_m queries by tile_n keys after the other."""
 
@@ -309,14 +292,11 @@ class MmaScoresConfig(MmaBackwardConfig):
         return layout(**{name: self.stages * size for name, size in tiles}, **behind)
 
 
-@dataclass(frozen=True)
-class MmaDbiasConfig(OfBias, MmaScoresConfig):
+class MmaDbiasConfig(OfBias, MmaScoresConfig, kernel="mma_dbias", module="mma.backward_dbias"):
     """Config of mma_dbias. pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
 
     pairs: bool = False
 
-    kernel = "mma_dbias"
-    module = "mma.backward_dbias"
     takes = abi.backward("dbias").plus("dbias_sums", OfBias.SIZES)
 
     def shared_layout(self) -> Any:
@@ -325,12 +305,11 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
         return self._layout(rows=self.stages * self.rows_bytes, bias=bias, sums=self.threads // 32 * self.tile_n * 4)
 
 
-@dataclass(frozen=True)
-class MmaDauxConfig(OfAux, MmaScoresConfig):
+class MmaDauxConfig(MmaScoresConfig, kernel="mma_daux", module="mma.backward_daux"):
     """Config of mma_daux. With two stages no barrier would separate a tile's products from their readers."""
 
-    kernel = "mma_daux"
-    module = "mma.backward_daux"
+    wanted_aux: tuple[int, ...] = ()
+
     takes = abi.backward("").plus(abi.AUX_SUMS, abi.OF_AUX)
     ROW_BYTES = 16  # its range of keys, too
 

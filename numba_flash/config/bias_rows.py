@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from ..abi import parameters as abi
@@ -13,8 +12,7 @@ from .forward import LaunchFacts
 PIECE = 8  # TMA needs rows of a multiple of 16 bytes: so many numbers of 16 bits
 
 
-@dataclass(frozen=True)
-class BiasRowsConfig(LaunchFacts):
+class BiasRowsConfig(LaunchFacts, kernel="bias_rows", module="score.bias_rows"):
     """Config of bias_rows, which copies a 16-bit bias whose rows TMA cannot load. Hopper's backward then reads the
     copy. pairs: as in OptionArray."""
 
@@ -22,8 +20,6 @@ class BiasRowsConfig(LaunchFacts):
     pairs: bool = False
     threads: int = 256
 
-    kernel = "bias_rows"
-    module = "score.bias_rows"
     takes = abi.Parameters(("bias", abi.BIAS_ROWS), ("bias",), abi.words("batch bias_shape"))
     replaces = "bias", abi.BIAS_ROWS
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -10,8 +9,7 @@ from .forward import ITEM_SIZE, TensorConfig, check, layout, multiple_of, one_of
 from .kvcache import page_arrays
 
 
-@dataclass(frozen=True)
-class DecodeConfig(TensorConfig):
+class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
     """Config of mma/decode: a block has up to tile_m rows, which are all query heads of a KV head, query after query.
 
     tile_n: keys of a warp's tile; key_warps warps have neighbouring tiles. stages: tiles of K and V in flight or in
@@ -37,19 +35,16 @@ class DecodeConfig(TensorConfig):
     STAGE_BYTES: ClassVar[dict[str, int]] = dict(float32=32 * 1024)  # at most; other dtypes: 64 KB
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
 
-    kernel = "decode"
-    module = "mma.decode"
     takes = abi.forward().plus("partials", sizes="page pages levels")
     reads_states = False
     counted = True
 
     def __post_init__(self) -> None:
-        self._check_dtype()
+        self._check_taken(self.widest)
         check(self.tile_n == 16, f"tile_n must be 16, not {self.tile_n}: other tiles give other bits")
         one_of("warp_rows", self.warp_rows, 16, 32)
         multiple_of("tile_m", self.tile_m, self.warp_rows)
         check(self.stages >= 2, f"stages must be at least 2, not {self.stages}")
-        self._check_widest(self.widest)
         fits = self.tile_m * self.head_dim_v_padded * self.number_size <= self.stage_bytes
         check(fits, f"tile_m = {self.tile_m} rows of O do not fit into a tile of K and V")
 

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,6 +19,8 @@ from ..arrays.dtypes import COMPUTE_DTYPE, ITEM_SIZE
 from ..problem.options import BY_NAME, SEEDED, Uses, changes_by_distance_alone, changes_scores
 
 if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+
     from ..abi.tensor_maps import OperandMaps
     from ..problem.backward import BackwardProblem
     from ..problem.forward import Problem
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
     AnyProblem = Problem | BackwardProblem
 else:
     AnyProblem = Any
+
+    def dataclass_transform(**_: Any) -> Any:
+        return lambda kind: kind
+
 
 L2_BYTES = 16 * 2**20  # all blocks of the GPU work on so much of K and V at a time that it stays in L2
 
@@ -94,11 +101,17 @@ def with_problems(configs: Iterable[Any], problem: Any) -> Iterator[tuple[Any, A
         problem = config.problem_behind(problem)
 
 
+@dataclass_transform(frozen_default=True)
 class LaunchFacts:
-    """The facts that selecting, compiling and launching a kernel need. The defaults hold for most kernels."""
+    """The facts that selecting, compiling and launching a kernel need. The defaults hold for most kernels.
 
-    kernel: str  # its name
-    module: ClassVar[str]  # its file, below numba_flash/kernels
+    Every subclass is a frozen dataclass. Its head names the kernel and its file, below numba_flash/kernels. A class
+    that names neither is a base of others. It gets none of the methods that a dataclass generates: they would take
+    longer than the rest of its module.
+    """
+
+    kernel: str
+    module: ClassVar[str]
     takes: ClassVar[Parameters]  # its own parameters; options add more
     names: ClassVar[tuple[str, ...]] = ()  # all names of a kernel that has several
 
@@ -127,6 +140,13 @@ class LaunchFacts:
     packed: bool = False  # sequences are packed (problem/packed.py)
     clears_outside: ClassVar[bool] = False  # it also writes rows of no sequence (kernels/steps/outside_rows.py)
     in_order: bool = False  # tiles of packed sequences have numbers (kernels/steps/tile_numbers.py)
+
+    def __init_subclass__(cls, kernel: str = "", module: str = "") -> None:
+        for name, given in dict(kernel=kernel, module=module).items():
+            if given:
+                setattr(cls, name, given)
+        is_base = not (kernel or module)
+        dataclass(frozen=True, init=not is_base, repr=not is_base, eq=not is_base)(cls)
 
     @property
     def compute_dtype(self) -> str:
@@ -195,9 +215,6 @@ class LaunchFacts:
         return ()
 
 
-# This class and TensorConfig are never instantiated, so they skip the generated methods of a dataclass. Each subclass
-# generates its own. Generating them here would take longer than the rest of this module.
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Config(LaunchFacts):
     """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key.
 
@@ -216,10 +233,10 @@ class Config(LaunchFacts):
     blocks_per_sm: int = 0
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")  # the dtypes of most tensor-core kernels
+    NOT_TAKEN: ClassVar[tuple[str, ...]] = ()  # options that other kernels on tensor cores take
     ALIGNMENT: ClassVar[int] = 1024  # bytes, of panels; dynamic shared memory begins at a multiple of 16 alone
     group_size: ClassVar[int] = 1  # query heads of one KV head in a tile
     v_parts: ClassVar[int] = 1  # blocks that share a tile's columns of O
-    reads_bits: ClassVar[bool] = True  # it reads a mask as bits, which the kernel mask_bits writes before
     reads_mask_mod: ClassVar[bool] = False  # it reads a mask_mod as bits, too, where it can (abi/mask_bits.py)
     reads_states: ClassVar[bool] = False  # it skips tiles in which a mask_mod leaves nothing
     reads_order: ClassVar[bool] = True  # it takes tiles in the order that tile_order makes of the states
@@ -238,17 +255,12 @@ class Config(LaunchFacts):
         """Bytes of the layout, and of a gap in front unless the assembler knows where shared memory begins."""
         return self.shared_layout().end + (0 if self.shared_alignment else self.ALIGNMENT)  # type: ignore[no-any-return]
 
-    def _check_dtype(self) -> None:
+    def _check_taken(self, widest: float = math.inf) -> None:
+        """Checks what tensor cores take: the dtype, head_dim up to `widest`, the options."""
         check(self.dtype in self.DTYPES, f"{self.kernel} takes {' and '.join(self.DTYPES)}, not {self.dtype}")
-
-    def _check_widest(self, widest: int = 0) -> None:
-        most = widest or self.WIDEST  # type: ignore[attr-defined]
-        fits = max(self.head_dim, self.head_dim_v) <= most
-        check(fits, f"head_dim must be at most {most}, not {self.head_dim} and {self.head_dim_v}")
-
-    def _check_options(self, not_taken: tuple[str, ...] = ()) -> None:
-        """not_taken: options that other kernels on tensor cores take."""
-        unknown = [name for name, _ in self.uses if name in not_taken or not BY_NAME[name].on_tensor_cores]
+        fits = max(self.head_dim, self.head_dim_v) <= widest
+        check(fits, f"head_dim must be at most {widest}, not {self.head_dim} and {self.head_dim_v}")
+        unknown = [name for name, _ in self.uses if name in self.NOT_TAKEN or not BY_NAME[name].on_tensor_cores]
         check(not unknown, f"{self.kernel} takes no {' and no '.join(unknown)}")
 
     @property
@@ -322,7 +334,6 @@ class Config(LaunchFacts):
         return self.cluster * (p.heads // self.group_size) * tiles(p, self.queries)
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class TensorConfig(Config):
     """The fields and properties that the tensor-core kernels of a forward share.
 
@@ -349,8 +360,8 @@ class TensorConfig(Config):
     unrolled: ClassVar[bool] = False  # this and the next: kernels/mma/products_float64.py
     odd_rows_first: ClassVar[bool] = False
 
-    def _check(self, rows_step: int, keys_step: int) -> None:
-        self._check_dtype()
+    def _check(self, rows_step: int, keys_step: int, widest: float = math.inf) -> None:
+        self._check_taken(widest)
         multiple_of("tile_m", self.tile_m, rows_step)
         multiple_of("tile_n", self.tile_n, keys_step)
         check(self.tile_n <= 128, f"tile_n must be at most 128, a row's word of random bits, not {self.tile_n}")
@@ -359,7 +370,6 @@ class TensorConfig(Config):
         named, most = ", ".join(name for name, _ in self.uses), 12  # 2^12 is far from float16's largest number, 65504
         finished = self.scores_finished or not changes_scores(self.uses)
         check(finished, f"{named}: options that change scores need scores_finished=True")
-        self._check_options()
         within = 0 <= self.rescale_threshold <= most
         check(within, f"rescale_threshold must be 0 to {most}, not {self.rescale_threshold}: P may be held in 16 bits")
 

@@ -1,7 +1,6 @@
 """Configs of the kernels for caches: append (kernels/simt/append.py) and v2 over pages (kernels/simt/paged.py)."""
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 from ..abi import parameters as abi
@@ -9,8 +8,7 @@ from .forward import LaunchFacts, fields_of
 from .simt_forward import SimtConfig, V2Config
 
 
-@dataclass(frozen=True)
-class AppendConfig(LaunchFacts):
+class AppendConfig(LaunchFacts, kernel="append", module="simt.append"):
     """All arrays are aux, in the order of `arrays`. pages: how a sequence's pages are found ("table", "csr",
     "entries", or "own" for a contiguous cache). Its launch says the grid: a block for each row and each sequence."""
 
@@ -21,8 +19,6 @@ class AppendConfig(LaunchFacts):
     from_lengths: bool = True  # query 0 stands at the valid keys less the queries
     threads: int = 128
 
-    kernel = "append"
-    module = "simt.append"
     takes = abi.Parameters(
         (),
         (),
@@ -41,15 +37,12 @@ class AppendConfig(LaunchFacts):
         return {name: n for n, (name, _, _) in enumerate(self.arrays)}
 
 
-@dataclass(frozen=True)
-class PagedConfig(SimtConfig):
+class PagedConfig(SimtConfig, kernel="paged", module="simt.v2"):
     """v2 for keys in pages. Its first arrays of aux say where pages are: a table; or, with csr, the numbers of all
     pages, and where those of each sequence begin."""
 
     pages: str = "table"  # type: ignore[misc]
 
-    kernel = "paged"
-    module = "simt.v2"
     takes = abi.forward("mask").plus(sizes="page pages")
     reads_states = False
 

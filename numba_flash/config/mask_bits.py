@@ -1,14 +1,12 @@
 """Config of mask_bits (kernels/score/mask_bits.py)."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ..abi import mask_bits, parameters as abi
 from .forward import AnyProblem, LaunchFacts, multiple_of
 
 
-@dataclass(frozen=True)
-class MaskBitsConfig(LaunchFacts):
+class MaskBitsConfig(LaunchFacts, module="score.mask_bits"):
     """Config of mask_bits, which runs before tensor-core kernels that read a mask. of_keys: its rows are keys. waits:
     it may overlap with the previous kernel and with the next one (cc 9.0)."""
 
@@ -16,7 +14,6 @@ class MaskBitsConfig(LaunchFacts):
     threads: int = 512
     waits: bool = False  # type: ignore[misc]
 
-    module = "score.mask_bits"
     names = (abi.MASK_BITS, abi.MASK_BITS_OF_KEYS)
     dtype: ClassVar[str] = "bool"  # type: ignore[misc]
     # Two blocks give a multiprocessor 32 reading warps; a thread then has 64 registers.

@@ -1,13 +1,11 @@
 """Config of mma's forward (kernels/mma/forward.py)."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .forward import TensorConfig, check, layout, one_of, places, tile_bytes
 
 
-@dataclass(frozen=True)
-class MmaConfig(TensorConfig):
+class MmaConfig(TensorConfig, kernel="mma", module="mma.forward"):
     """Config of mma/forward: each warp owns `warp_rows` query rows.
 
     warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
@@ -29,9 +27,6 @@ class MmaConfig(TensorConfig):
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
     KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
-
-    kernel = "mma"
-    module = "mma.forward"
 
     def __post_init__(self) -> None:
         one_of("warp_rows", self.warp_rows, 16, 32)

@@ -1,6 +1,5 @@
 """Configs of the one kernel that computes all gradients in float64, and of the kernel that finishes its dQ."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -8,8 +7,7 @@ from .backward import MmaBackwardConfig
 from .forward import AnyProblem, Config, check, layout, one_of, tile_bytes
 
 
-@dataclass(frozen=True)
-class MmaFusedConfig(MmaBackwardConfig):
+class MmaFusedConfig(MmaBackwardConfig, kernel="mma_fused", module="mma.backward_fused"):
     """A block owns tile_n keys, walks over tiles of tile_m queries, and computes dK, dV and its parts of dQ.
 
     Two warps own the same keys: one computes S of them, the other dP, and each sums up half of the columns of dK and
@@ -24,8 +22,6 @@ class MmaFusedConfig(MmaBackwardConfig):
     column_groups: int = 2
     blocks: int = 1
 
-    kernel = "mma_fused"
-    module = "mma.backward_fused"
     takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
     of_keys = True
     of_p = True  # type: ignore[assignment]
@@ -108,12 +104,9 @@ class MmaFusedConfig(MmaBackwardConfig):
         return made._replace(dq=made.p)
 
 
-@dataclass(frozen=True)
-class MmaDqFinishConfig(Config):
+class MmaDqFinishConfig(Config, kernel="mma_dq_finish", module="mma.backward_dq_finish"):
     """Config of mma_dq_finish. Its tiles are those of the MmaFusedConfig whose parts it finishes."""
 
-    kernel = "mma_dq_finish"
-    module = "mma.backward_dq_finish"
     takes = abi.backward("dq", abi.ROWS)
     ROWS_OF_WARP: ClassVar[int] = 4
     shared_bytes: ClassVar[int] = 0  # type: ignore[misc]

@@ -1,6 +1,5 @@
 """Config of outside, which writes the rows that are in no packed sequence."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..abi import parameters as abi
@@ -11,8 +10,7 @@ from .forward import AnyProblem, LaunchFacts
 _READ = abi.words("seqlens_k q_offset")
 
 
-@dataclass(frozen=True)
-class OutsideConfig(LaunchFacts):
+class OutsideConfig(LaunchFacts, kernel="outside", module="simt.outside"):
     """Config of outside: some blocks share the gap in front of each packed sequence, and all share the one at the end.
     written: (array, its columns): "o" and perhaps "lse", or gradients.
 
@@ -28,8 +26,6 @@ class OutsideConfig(LaunchFacts):
     in_order: bool = False  # as in the other kernels
     waits: bool = False  # type: ignore[misc]
 
-    kernel = "outside"
-    module = "simt.outside"
     packed = True
     q_offset_source = "number"
 

@@ -1,7 +1,6 @@
 """Configs of the kernels of v2's backward; delta runs first."""
 
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -10,7 +9,6 @@ from .forward import ITEM_SIZE, AnyProblem, Config, LaunchFacts, check, multiple
 from .simt_forward import SimtRows
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfDelta(LaunchFacts):
     """The fields that delta and backward_preprocess share. load_bytes: bytes of one load of do and o, whose rows begin
     and end at multiples of it; those of one element if rows are not contiguous. most_rows: the most rows that lanes
@@ -52,12 +50,9 @@ class OfDelta(LaunchFacts):
         return -(-p.heads * of_head * self.UNIT // (self.threads // self.lanes * self.rows_of_lanes))
 
 
-@dataclass(frozen=True)
-class DeltaConfig(OfDelta):
+class DeltaConfig(OfDelta, kernel="delta", module="simt.delta"):
     """Config of delta."""
 
-    kernel = "delta"
-    module = "simt.delta"
     takes = abi.OF_DELTA
     UNIT = 4
 
@@ -65,7 +60,6 @@ class DeltaConfig(OfDelta):
         return dict(delta=(problem.forward.lse_shape, self.compute_dtype))
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtBackwardConfig(SimtRows):
     """v2's kernels: tiles of tile_m queries by tile_n keys. wanted: the gradients that the kernel writes."""
 
@@ -74,13 +68,10 @@ class SimtBackwardConfig(SimtRows):
     READ = ("tile_m", "tile_n")
 
 
-@dataclass(frozen=True)
-class DkdvConfig(SimtBackwardConfig):
+class DkdvConfig(SimtBackwardConfig, kernel="v2_dkdv", module="simt.v2_backward_dkdv"):
     """Config of v2_dkdv: a key has two threads, which run the same code on rows of one length. wanted: dk, dv or
     both."""
 
-    kernel = "v2_dkdv"
-    module = "simt.v2_backward_dkdv"
     takes = abi.backward("dk dv", abi.ROWS, "mask")
     of_keys = True
     reads_states = True
@@ -104,7 +95,6 @@ class DkdvConfig(SimtBackwardConfig):
         )
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtRowsConfig(SimtBackwardConfig):
     """The kernels that have one thread per query row."""
 
@@ -118,12 +108,9 @@ class SimtRowsConfig(SimtBackwardConfig):
         )
 
 
-@dataclass(frozen=True)
-class DqConfig(SimtRowsConfig):
+class DqConfig(SimtRowsConfig, kernel="v2_dq", module="simt.v2_backward_dq"):
     """Config of v2_dq. wanted: dq, a gradient whose shares of rows head_sums adds up, or both."""
 
-    kernel = "v2_dq"
-    module = "simt.v2_backward_dq"
     takes = abi.backward("dq", abi.ROWS, "mask").plus("row_shares")
     reads_states = True
 
@@ -131,7 +118,6 @@ class DqConfig(SimtRowsConfig):
         return dict(row_shares=(problem.forward.lse_shape, self.compute_dtype))
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfBias(Config):
     """A kernel of dbias, in which a block owns a tile of dbias. rows_summed, keys_summed: bias has one row for all
     queries, or one column for all keys. split: several blocks share an element's sum, and dbias_sum adds up theirs."""
@@ -148,24 +134,13 @@ class OfBias(Config):
         return splits * batch * heads * -(-rows // self.tile_m) * -(-keys // self.tile_n)
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class OfAux(Config):
-    """A kernel of daux. wanted_aux: the numbers of the arrays that have a gradient."""
-
-    wanted_aux: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class DbiasConfig(OfBias, SimtRowsConfig):
+class DbiasConfig(OfBias, SimtRowsConfig, kernel="v2_dbias", module="simt.v2_backward_dbias"):
     """Config of v2_dbias."""
 
-    kernel = "v2_dbias"
-    module = "simt.v2_backward_dbias"
     takes = abi.backward("dbias", abi.ROWS, "mask").plus("dbias_sums", OfBias.SIZES)
 
 
-@dataclass(frozen=True)
-class DbiasSumConfig(LaunchFacts):
+class DbiasSumConfig(LaunchFacts, kernel="dbias_sum", module="simt.dbias_sum"):
     """Config of dbias_sum. dtype: that of the problem; given: that of dbias; splits: a power of two, not less than the
     number of splits. More splits give an element more threads, so that few elements keep a GPU busy, too."""
 
@@ -175,8 +150,6 @@ class DbiasSumConfig(LaunchFacts):
     splits: int = 16
 
     MOST_PARTS: ClassVar[int] = 16
-    kernel = "dbias_sum"
-    module = "simt.dbias_sum"
     takes = abi.Parameters(("dbias_sums", "dbias"), ("dbias",), abi.words(OfBias.SIZES))
 
     def dtype_of(self, option: str) -> str | None:
@@ -209,8 +182,7 @@ class DbiasSumConfig(LaunchFacts):
         return dict(dbias_sums=((count,), self.compute_dtype))
 
 
-@dataclass(frozen=True)
-class HeadSumsConfig(LaunchFacts):
+class HeadSumsConfig(LaunchFacts, module="simt.head_sums"):
     """Config of head_sums: it ends every rung's backward if the gradient of one number for each head is wanted.
 
     gradient: its name. given: the dtype of it and of its option. batch_summed: all batch entries share the numbers.
@@ -225,7 +197,6 @@ class HeadSumsConfig(LaunchFacts):
     threads: int = 1024
     packed: bool = False
 
-    module = "simt.head_sums"
     names = (*HEAD_GRADIENTS, *(f"{name}_of_blocks" for name, x in HEAD_GRADIENTS.items() if x.acts_on == "sum"))
     blocks_per_sm: ClassVar[int] = 1  # type: ignore[misc]  # registers must suffice for its many threads
 

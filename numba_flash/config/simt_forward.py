@@ -1,13 +1,11 @@
 """Configs of v1 and v2 (kernels/simt), in which a thread owns a row."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from .forward import ITEM_SIZE, AnyProblem, Config, check, layout, multiple_of
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtRows(Config):
     """Tiles lie in shared memory; a row has head_dim elements, padded to whole 16-byte reads.
 
@@ -18,7 +16,6 @@ class SimtRows(Config):
 
     pad: int = 1
 
-    reads_bits: ClassVar[bool] = False
     reads_order: ClassVar[bool] = False
     READ: ClassVar[tuple[str, ...]] = ("tile_n",)  # kernels read rows of these tiles four at a time
 
@@ -56,7 +53,6 @@ class SimtRows(Config):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtConfig(SimtRows):
     """v1 and v2, which run one thread per query row. pages: how v2 finds pages of keys; "" = keys are not in pages."""
 
@@ -77,12 +73,9 @@ class SimtConfig(SimtRows):
         )
 
 
-@dataclass(frozen=True)
-class V1Config(SimtConfig):
+class V1Config(SimtConfig, kernel="v1", module="simt.v1"):
     """A block for each head, which loops over all queries."""
 
-    kernel = "v1"
-    module = "simt.v1"
     takes = abi.forward("mask").plus("acc_o row_sum row_max")
 
     def grid(self, problem: AnyProblem) -> int:
@@ -94,8 +87,5 @@ class V1Config(SimtConfig):
         return dict(acc_o=((*rows, self.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
 
 
-@dataclass(frozen=True)
-class V2Config(SimtConfig):
-    kernel = "v2"
-    module = "simt.v2"
+class V2Config(SimtConfig, kernel="v2", module="simt.v2"):
     takes = abi.forward("mask")

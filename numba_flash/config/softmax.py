@@ -1,12 +1,9 @@
 """Configs of the softmax kernels (kernels/softmax)."""
 
-from dataclasses import dataclass
-
 from ..abi.parameters import Parameters
 from .forward import ITEM_SIZE, LaunchFacts
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class SoftmaxConfig(LaunchFacts):
     """The compile-time facts of one softmax kernel: one thread per row."""
 
@@ -16,24 +13,16 @@ class SoftmaxConfig(LaunchFacts):
     takes = Parameters(("x", "y"), ("x", "y"), ("rows", "n"))
 
 
-@dataclass(frozen=True)
-class SafeConfig(SoftmaxConfig):
-    kernel = "safe"
-    module = "softmax.safe"
+class SafeConfig(SoftmaxConfig, kernel="safe", module="softmax.safe"):
+    """It reads a row three times."""
 
 
-@dataclass(frozen=True)
-class OnlineConfig(SoftmaxConfig):
-    kernel = "online"
-    module = "softmax.online"
+class OnlineConfig(SoftmaxConfig, kernel="online", module="softmax.online"):
+    """It reads a row twice."""
 
 
-@dataclass(frozen=True)
-class BlockedConfig(SoftmaxConfig):
+class BlockedConfig(SoftmaxConfig, kernel="blocked", module="softmax.blocked"):
     """One block per row."""
-
-    kernel = "blocked"
-    module = "softmax.blocked"
 
     @property
     def shared_bytes(self) -> int:  # type: ignore[override]

@@ -1,6 +1,5 @@
 """Configs of tile_states, tile_order and mask_mod_bits, which find and record the scores that a mask_mod leaves."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import mask_bits, parameters as abi, tile_states
@@ -14,7 +13,7 @@ VISIBLE = ("mask", "mask_mod", "aux", "seqlens_k", "q_offset")  # the options th
 
 
 class OfTile(LaunchFacts):
-    """A kernel that works on the states of tiles like `tile`."""
+    """tile: the tile of the kernel that runs after it."""
 
     tile: StatesTile
 
@@ -31,21 +30,16 @@ class OfTile(LaunchFacts):
         return self.tile
 
 
-@dataclass(frozen=True)
-class TileStatesConfig(OfTile):
-    """The Config of tile_states, which runs before kernels that skip tiles.
-
-    dtype: of the function's real numbers, float32 or float64. tile: the tile of the kernel that runs after it.
-    """
+class TileStatesConfig(OfTile, module="score.tile_states"):
+    """The Config of tile_states, which runs before kernels that skip tiles. dtype: of the function's real numbers,
+    float32 or float64."""
 
     dtype: str
-    tile: StatesTile
     uses: Uses
     q_offset_source: str = "number"
     threads: int = 512
     narrow: bool = False  # as in Config
 
-    module = "score.tile_states"
     takes = abi.Parameters(_READ, _READ, abi.SIZES)
     names = abi.STATES
 
@@ -61,7 +55,7 @@ class TileStatesConfig(OfTile):
     def before(cls, config: Any, p: Problem, threads: int) -> "TileStatesConfig":
         """The Config of the kernel that runs before that of `config`."""
         used = tuple((name, given) for name, given in p.uses if name in VISIBLE)
-        return cls(config.compute_dtype, config.states_tile, used, p.q_offset_source, threads, p.narrow)
+        return cls(config.states_tile, config.compute_dtype, used, p.q_offset_source, threads, p.narrow)
 
     def grid(self, problem: AnyProblem) -> int:
         return tile_states.blocks(problem.forward, self.tile)
@@ -70,11 +64,9 @@ class TileStatesConfig(OfTile):
         return {self.tile_states: ((tile_states.words(problem.forward, self.tile),), "uint32")}
 
 
-@dataclass(frozen=True)
-class MaskModBitsConfig(TileStatesConfig):
+class MaskModBitsConfig(TileStatesConfig, module="score.mask_mod_bits"):
     """Config of mask_mod_bits, which runs after tile_states, for the same tile."""
 
-    module = "score.mask_mod_bits"
     names = ("mask_mod_bits", "mask_mod_bits_of_keys")
 
     @property
@@ -95,18 +87,15 @@ class MaskModBitsConfig(TileStatesConfig):
         return {self.kept: ((mask_bits.words(problem.forward, self.tile.of_keys),), "uint32")}
 
 
-@dataclass(frozen=True)
-class TileOrderConfig(OfTile):
+class TileOrderConfig(OfTile, module="score.tile_order"):
     """Config of tile_order, which runs after tile_states, for the same tile.
 
     of_mask: the states also depend on a mask, so they cannot be kept for the next call.
     """
 
-    tile: StatesTile
     of_mask: bool
     threads: int = 512
 
-    module = "score.tile_order"
     takes = abi.Parameters((), sizes=abi.words("seqlen_q seqlen_k"))
     names = ("tile_order", "tile_order_of_keys")
     dtype: ClassVar[str] = "uint32"  # type: ignore[misc]

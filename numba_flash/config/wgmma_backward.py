@@ -1,6 +1,5 @@
 """Configs of the Hopper backward (kernels/wgmma/backward_*.py): everything in them is a constant of the code."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -19,7 +18,6 @@ def all_parts(p: Problem, members: int) -> int:
     return p.batch * p.heads_kv * parts_of(p.group, members)
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class StreamingConfig(Sums, Config):
     """A block owns a tile of rows. Its producer warpgroup loads the tiles that it walks over.
 
@@ -44,32 +42,21 @@ class StreamingConfig(Sums, Config):
     OWN_ROWS: ClassVar[tuple[int, ...]] = (64, 128, 192)
     LONGEST: ClassVar[int] = 128  # the most rows of a tile that a block walks over
     LEAST_STAGES_A: ClassVar[int] = 2  # the next S is issued before the product with this tile's a ends
-    NOT_TAKEN: ClassVar[tuple[str, ...]] = ()  # options that other kernels on tensor cores take
 
     def __post_init__(self) -> None:
         other, a, b = self.other_rows, self.stages_a, self.stages_b
         most, least = self.LONGEST, self.LEAST_STAGES_A
-        self._check_dtype()
+        self._check_taken(self.WIDEST)  # type: ignore[attr-defined]
         one_of("a block's own rows", self.own_rows, *self.OWN_ROWS)
         whole = 16 <= other <= most and other % 16 == 0
         check(whole, f"a block walks over tiles of 16 to {most} rows, in steps of 16, not {other}")
         enough = least <= a <= 4 and 1 <= b <= 4
         check(enough, f"stages_a must be {least} to 4 and stages_b 1 to 4, not {a} and {b}")
-        self._check_widest()
-        self._check_options(self.NOT_TAKEN)
         check_registers(self.registers, self.consumers)  # type: ignore[attr-defined]
 
     def parts_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a tile in parts."""
         return self.PARTS * tile_bytes(rows, columns)
-
-    @property
-    def own_a_bytes(self) -> int:
-        return self.parts_bytes(self.own_rows, self.head_dim_padded)
-
-    @property
-    def own_b_bytes(self) -> int:
-        return self.parts_bytes(self.own_rows, self.head_dim_v_padded)
 
     @property
     def stream_a_bytes(self) -> int:
@@ -92,13 +79,16 @@ class StreamingConfig(Sums, Config):
     def _barrier_counts(self) -> dict[str, int]:
         raise NotImplementedError
 
+    def _own_tile(self) -> dict[str, int]:
+        a, b = (self.parts_bytes(self.own_rows, n) for n in (self.head_dim_padded, self.head_dim_v_padded))
+        return dict(own_a=a, own_b=b)
+
     def _tiles(self) -> dict[str, int]:
-        """own_*: the tile that the block owns; stream_*: the stages of the tiles that it walks over."""
+        """The tile that the block owns, and the stages of the tiles that it walks over."""
         stream_a, stream_b = self.stages_a * self.stream_a_bytes, self.stages_b * self.stream_b_bytes
-        return dict(own_a=self.own_a_bytes, own_b=self.own_b_bytes, stream_a=stream_a, stream_b=stream_b)
+        return self._own_tile() | dict(stream_a=stream_a, stream_b=stream_b)
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
     """wgmma/backward and wgmma/backward_fused.
 
@@ -181,8 +171,7 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
         )
 
 
-@dataclass(frozen=True)
-class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
+class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig, kernel="wgmma_dkdv", module="wgmma.backward"):
     """A block owns tile_n keys and walks over tiles of tile_m queries.
 
     The sums of dK and dV fit into registers together up to head_dim 128. members: how many query heads of a group a
@@ -191,8 +180,6 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
 
     members: int = 0
 
-    kernel = "wgmma_dkdv"
-    module = "wgmma.backward"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
     of_keys = reads_states = True
 
@@ -212,24 +199,17 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     def _tiles_of_keys(self, problem: AnyProblem) -> int:
         return -(-problem.forward.seqlen_k // self.tile_n)
 
-    @property
-    def own_a_bytes(self) -> int:
-        """Bytes of K. A block without dK stages dV over K, so it counts the wider of them."""
-        columns = self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
-        return tile_bytes(self.tile_n, columns)
-
-    @property
-    def own_b_bytes(self) -> int:
-        """dV alone needs no V."""
-        return tile_bytes(self.tile_n, self.head_dim_v_padded) if self.of_dk else 0
+    def _own_tile(self) -> dict[str, int]:
+        """dV alone needs no V, and is staged over K: the wider of them counts."""
+        made = super()._own_tile()
+        return made if self.of_dk else dict(own_a=max(made.values()), own_b=0)
 
     @property
     def lse_delta_bytes(self) -> int:  # type: ignore[override]
         return 8 * self.tile_m
 
 
-@dataclass(frozen=True)
-class WgmmaDqConfig(WgmmaBackwardConfig):
+class WgmmaDqConfig(WgmmaBackwardConfig, kernel="wgmma_dq", module="wgmma.backward"):
     """A block owns tile_m queries of one head and walks over tiles of tile_n keys.
 
     wanted_aux: the index of an array whose gradient it computes too, if all scores of a head read one element of it.
@@ -237,8 +217,6 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
 
     wanted_aux: tuple[int, ...] = ()
 
-    kernel = "wgmma_dq"
-    module = "wgmma.backward"
     reads_states = True
 
     @property
@@ -247,8 +225,7 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
         return own.plus(abi.AUX_SUMS, abi.OF_AUX) if self.wanted_aux else own
 
 
-@dataclass(frozen=True)
-class WgmmaFusedConfig(WgmmaDkdvConfig):
+class WgmmaFusedConfig(WgmmaDkdvConfig, kernel="wgmma_fused", module="wgmma.backward_fused"):
     """Config of wgmma/backward_fused, which computes dK and dV as WgmmaDkdvConfig says, and parts of dQ.
 
     Two warpgroups share dQ: each computes 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64.
@@ -266,8 +243,6 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     lse_first: bool = True  # type: ignore[misc]
     dq_partials: int = 1
 
-    kernel = "wgmma_fused"
-    module = "wgmma.backward_fused"
     takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS).plus(
         "turns dq_sums dk_sums dv_sums", "heads_in_flight"
     )

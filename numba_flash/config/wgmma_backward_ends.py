@@ -1,6 +1,5 @@
 """Configs of the kernels that follow wgmma's backward: they round dQ, or add up parts of dK and dV."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -8,15 +7,12 @@ from .forward import AnyProblem, Config, layout, tile_bytes, tiles_by_bound, til
 from .wgmma_backward import WgmmaDkdvConfig
 
 
-@dataclass(frozen=True)
-class WgmmaRoundConfig(Config):
+class WgmmaRoundConfig(Config, kernel="wgmma_round", module="wgmma.backward_round"):
     """Config of wgmma/backward_round. Its tiles and columns are those of the WgmmaFusedConfig whose sums it reads."""
 
     dq_columns: int = 128
     dq_partials: int = 1
 
-    kernel = "wgmma_round"
-    module = "wgmma.backward_round"
     in_order = True
     takes = abi.backward("dq", mask=abi.MASK_BITS_OF_KEYS).plus("turns dq_sums")
     waits = True
@@ -31,8 +27,7 @@ class WgmmaRoundConfig(Config):
         return p.heads * tiles_of_all(p, rows) * (rows // 64)
 
 
-@dataclass(frozen=True)
-class WgmmaAddPartsConfig(Config):
+class WgmmaAddPartsConfig(Config, kernel="wgmma_add_parts", module="wgmma.backward_add_parts"):
     """Config of wgmma/backward_add_parts. Its fields are those of the WgmmaDkdvConfig whose sums it reads."""
 
     head_dim_padded: int = 128
@@ -41,8 +36,6 @@ class WgmmaAddPartsConfig(Config):
     of_dv: bool = True
     members: int = 1
 
-    kernel = "wgmma_add_parts"
-    module = "wgmma.backward_add_parts"
     takes = WgmmaDkdvConfig.takes
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]

@@ -1,7 +1,6 @@
 """Configs of the Hopper backward in float32 (kernels/wgmma/backward_float32.py); with
 head_dim above 128 two blocks share the columns (kernels/wgmma/paired_tiles.py)."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -13,7 +12,6 @@ from .wgmma_backward import StreamingConfig
 NOT_TAKEN = (*FUNCTIONS, SEEDED)  # yet
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class WgmmaBackwardFloat32Config(StreamingConfig):
     """The fields that wgmma_dkdv_float32 and wgmma_dq_float32 share.
 
@@ -52,22 +50,18 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
         )
 
 
-@dataclass(frozen=True)
-class WgmmaDkdvFloat32Config(OfGradients, WgmmaBackwardFloat32Config):
+class WgmmaDkdvFloat32Config(
+    OfGradients, WgmmaBackwardFloat32Config, kernel="wgmma_dkdv_float32", module="wgmma.backward_float32"
+):
     """Config of wgmma_dkdv_float32: a block owns tile_n keys and walks over tiles of tile_m queries."""
 
-    kernel = "wgmma_dkdv_float32"
-    module = "wgmma.backward_float32"
     takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
     of_keys = True
 
 
-@dataclass(frozen=True)
-class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config):
+class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config, kernel="wgmma_dq_float32", module="wgmma.backward_float32"):
     """Config of wgmma_dq_float32: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
-    kernel = "wgmma_dq_float32"
-    module = "wgmma.backward_float32"
     takes = abi.backward("dq", abi.ROWS)
 
 
@@ -114,8 +108,7 @@ class Paired(WgmmaBackwardFloat32Config):
         other block.
         """
         return layout(
-            own_a=self.own_a_bytes,
-            own_b=self.own_b_bytes,
+            **self._own_tile(),
             stream=2 * self.panels * self.panel_bytes,
             weights=self.weights_bytes,
             score_gradients=self.weights_bytes,
@@ -125,15 +118,9 @@ class Paired(WgmmaBackwardFloat32Config):
         )
 
 
-@dataclass(frozen=True)
-class WgmmaPairedDkdvConfig(Paired, WgmmaDkdvFloat32Config):
+class WgmmaPairedDkdvConfig(Paired, WgmmaDkdvFloat32Config, kernel="wgmma_dkdv_paired"):
     """Config of wgmma_dkdv_paired."""
 
-    kernel = "wgmma_dkdv_paired"
 
-
-@dataclass(frozen=True)
-class WgmmaPairedDqConfig(Paired, WgmmaDqFloat32Config):
+class WgmmaPairedDqConfig(Paired, WgmmaDqFloat32Config, kernel="wgmma_dq_paired"):
     """Config of wgmma_dq_paired."""
-
-    kernel = "wgmma_dq_paired"

@@ -1,14 +1,12 @@
 """Config of the Hopper forward in float32 (kernels/wgmma/forward_float32.py)."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from .forward import one_of
 from .wgmma_forward import WarpgroupsConfig, check_registers
 
 
-@dataclass(frozen=True)
-class WgmmaFloat32Config(WarpgroupsConfig):
+class WgmmaFloat32Config(WarpgroupsConfig, kernel="wgmma_float32", module="wgmma.forward_float32"):
     """A producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
     Elements are kept as three parts in bfloat16 (kernels/wgmma/parts.py). stages: tiles of K and V in parts; with one,
@@ -19,8 +17,6 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     blocks_per_sm: int = 1
 
     DTYPES = ("float32",)
-    kernel = "wgmma_float32"
-    module = "wgmma.forward_float32"
     element_parts = 3
     columns_in_order = True  # type: ignore[assignment]
     KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # one sum covers a tile's keys: a longer sum would drift
@@ -33,11 +29,10 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     }
 
     def __post_init__(self) -> None:
-        self._check(64, 16)
+        self._check(64, 16, 256)
         one_of("tile_m", self.tile_m, 64, 128)
         one_of("tile_n", self.tile_n, *self.KEYS)
         one_of("stages", self.stages, 1, 2)
-        self._check_widest(256)
         check_registers(self.registers, self.consumers)
 
     @property

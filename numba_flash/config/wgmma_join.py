@@ -1,6 +1,5 @@
 """Config of the kernel that follows the Hopper forward if blocks share keys (kernels/wgmma/forward_join.py)."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..abi import parameters as abi
@@ -9,12 +8,9 @@ from .forward import AnyProblem, Config, fields_of, layout
 from .wgmma_forward import WgmmaConfig
 
 
-@dataclass(frozen=True)
-class WgmmaJoinConfig(WgmmaConfig):
+class WgmmaJoinConfig(WgmmaConfig, kernel="wgmma_join", module="wgmma.forward_join"):
     """Config of wgmma/forward_join, which adds up the parts of wgmma/forward; it has the fields of that Config."""
 
-    kernel = "wgmma_join"
-    module = "wgmma.forward_join"
     waits = True
     whole_program = counted = persistent = False
     tensor_maps = 0  # type: ignore[assignment]

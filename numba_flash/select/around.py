@@ -21,7 +21,7 @@ def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = 
 
         written = ("o", "lse") if config.write_lse else ("o",)
         made.append(OutsideConfig.of(config, written, target, in_order=config.in_order))
-    if config.reads_bits and config.has("mask"):
+    if config.has("mask") and "mask" not in config.takes.arrays:
         from ..config.mask_bits import MaskBitsConfig
 
         made.append(MaskBitsConfig(config.of_keys, threads, overlaps))

@@ -62,7 +62,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
         sums = shared.best(mma.MmaDauxConfig, problem, target, wanted_aux=problem.wanted_aux)
         needed = with_prologues(sums, problem, target)[:-1]
     else:
-        sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
+        sums = shared.best(DauxConfig, problem, target, table="v2_dq", wanted_aux=problem.wanted_aux)
         needed = [shared.first(DeltaConfig, problem, target)]
     there = [config.kernel for config in before]
     return (*before, *(config for config in needed if config.kernel not in there), start, *sums, end)
@@ -75,8 +75,8 @@ def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target)
     delta = shared.first(DeltaConfig, problem, target, in_order=in_order)
     made = [delta, *with_prologues(own, problem, target)]
     if "dbias" in problem.wanted:
-        of_bias = shared.of_bias(problem)
-        made.append(shared.simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias))
+        more = dict(table="v2_dq", wanted=("dbias",), **shared.of_bias(problem))
+        made += shared.best(DbiasConfig, problem, target, **more)
     return (*made, *shared.head_sums(problem, target, of_blocks=False))
 
 
@@ -88,7 +88,7 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
     for kind, gradients in ((DkdvConfig, ("dk", "dv")), (DqConfig, ("dq", *in_rows))):
         wanted = tuple(name for name in gradients if name in problem.wanted)
         if wanted:
-            own.append(shared.simt(kind, kind.kernel, problem, target, wanted=wanted))
+            own += shared.best(kind, problem, target, wanted=wanted)
     return _with_sums(problem, target, _with_delta(own, problem, target))
 
 
@@ -137,11 +137,11 @@ def _mma_fp32_fp64(problem: BackwardProblem, target: Target) -> Configs:
     fused = _mma_fused(problem, target)
     if fused:
         return (*fused, *shared.head_sums(problem, target, of_blocks=False))
-    own: list[Any] = []
+    own: list[Config] = []
     kinds: list[Any] = [mma.MmaDkdvConfig, *[mma.MmaDqConfig] * ("dq" in problem.wanted)]
     for kind in kinds:
-        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in rows_for(TABLES, kind.kernel, problem, target)]
-        own += shared.best(kind, problem, target, rows)
+        rows = rows_for(TABLES, kind.kernel, problem, target)
+        own += shared.best(kind, problem, target, [_shrunk(row, kind.of_keys, problem.forward) for row in rows])
     return _with_delta(own, problem, target)
 
 
@@ -224,9 +224,9 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
     if problem.forward.widest > wgmma_float32.WgmmaBackwardFloat32Config.WIDEST:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
-    own = shared.best(kinds[0], problem, target, rows_for(TABLES, "wgmma_dkdv", problem, target)[:1])
+    own = shared.best(kinds[0], problem, target, table="wgmma_dkdv")
     if "dq" in problem.wanted:
-        own += shared.best(kinds[1], problem, target, rows_for(TABLES, "wgmma_dq", problem, target)[:1])
+        own += shared.best(kinds[1], problem, target, table="wgmma_dq")
     return _with_delta(own, problem, target)
 
 

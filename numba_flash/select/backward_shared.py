@@ -8,12 +8,12 @@ from typing import Any
 from ..arrays.dtypes import ITEM_SIZE
 from ..config.backward import PreprocessConfig
 from ..config.forward import LaunchFacts
-from ..config.simt_backward import HeadSumsConfig, SimtBackwardConfig
+from ..config.simt_backward import HeadSumsConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import HEAD_GRADIENTS
 from .backward_tiles import TABLES
-from .features import copied, features_of, of_simt, rows_for
+from .features import copied, features_of, rows_for
 from .forward_kernels import halved
 from .tiles import Row
 
@@ -27,12 +27,14 @@ def _parts(problem: BackwardProblem, apart: bool) -> list[dict[str, Any]]:
     return [dict(of_dk="dk" in part, of_dv="dv" in part) for part in parts]
 
 
-def best(kind: type[Any], problem: BackwardProblem, target: Target, rows: Sequence[Row] = (), **more: Any) -> list[Any]:
+def best(
+    kind: type[Any], problem: BackwardProblem, target: Target, rows: Sequence[Row] = (), table: str = "", **more: Any
+) -> list[Any]:
     """The kernels of the first row with blocks_per_sm blocks that fit into a multiprocessor, or of the last row: one,
-    or one for each of dK and dV. rows: instead of those of its table. more: further fields."""
+    or one for each of dK and dV. rows, table: instead of those of the kernel. more: further fields."""
     sets, features = [], features_of(kind, problem, target) | more
-    for row in rows or rows_for(TABLES, kind.kernel, problem, target):
-        parts = _parts(problem, row.apart) if kind.of_keys else [{}]
+    for row in rows or rows_for(TABLES, table or kind.kernel, problem, target):
+        parts = _parts(problem, row.apart) if hasattr(kind, "of_dk") else [{}]
         sets.append([kind(**features | row.tile | part) for part in parts])
     return next((made for made in sets if all(fits(config, target) for config in made)), sets[-1])
 
@@ -55,14 +57,6 @@ def one_key_tile(problem: BackwardProblem, target: Target, only: bool = False) -
             sizes = dict(tile_m=halved(tile_m, forward.seqlen_q), tile_n=keys, blocks_per_sm=blocks)
             made.append(row.changed(**sizes))
     return made
-
-
-def simt(
-    kind: type[SimtBackwardConfig], table: str, problem: BackwardProblem, target: Target, **own: Any
-) -> SimtBackwardConfig:
-    """A kernel of v2 with the first tile that fits, or the last."""
-    made: list[SimtBackwardConfig] = list(of_simt(kind, TABLES, table, problem, target, **own))
-    return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
 
 
 def of_bias(problem: BackwardProblem) -> dict[str, Any]:

@@ -10,16 +10,17 @@ _WGMMA = "tile_m tile_n stages_a stages_b"
 _MASK_MOD, _MASK, _ONE, _SEVERAL = "mask_mod", "mask or dropped weights", "one kind", "several kinds"
 
 TABLES: dict[str, tuple[Row, ...]] = {
-    # A key has two threads in v2_dkdv. These two tables are not measured yet. Tiles mostly past the last key, or query,
-    # are skipped (features.of_simt).
+    # A key has two threads in v2_dkdv. These two tables are not measured yet.
     "v2_dkdv": table(
         "tile_m tile_n",
-        *(at(ANY, *sizes) for sizes in ((16, 64), (16, 32), (8, 32), (8, 16), (8, 8), (4, 4))),
+        at(ANY, 16, 64, least_rows=(0, 33)),
+        *(at(ANY, *sizes) for sizes in ((16, 32), (8, 32), (8, 16), (8, 8), (4, 4))),
         *(at(ANY, *sizes, gpu=SIMULATOR) for sizes in ((16, 16), (4, 4))),
     ),
     "v2_dq": table(
         "tile_m tile_n",
-        *(at(ANY, *sizes) for sizes in ((128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (4, 4))),
+        *(at(ANY, tile_m, 16, least_rows=(tile_m // 2 + 1, 0)) for tile_m in (128, 64)),
+        *(at(ANY, *sizes) for sizes in ((32, 16), (32, 8), (16, 8), (8, 8), (4, 4))),
         *(at(ANY, *sizes, gpu=SIMULATOR) for sizes in ((16, 16), (4, 4))),
     ),
     "mma_dkdv": table(

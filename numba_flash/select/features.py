@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 from ..abi.parameters import AS_BITS
@@ -14,7 +13,7 @@ from ..problem.forward import Problem
 from ..problem.options import BY_NAME, Uses, changes_by_distance_alone, changes_scores, of_scores
 from ..problem.strides import Strides
 from .refusals import strides_that_matter
-from .tiles import Facts, Row, rows_of
+from .tiles import ANY, Facts, Row, rows_of
 
 LARGE_FLOAT64 = (9, 0)  # m16n8k16 is one instruction on these GPUs; sm_100 splits it, with local memory
 LOOSE = 8  # the bounds of the lengths allow more than so many times the tiles of packed sequences
@@ -99,7 +98,9 @@ def _facts_of(problem: Any, asks_per_score: bool) -> Facts:
     )
     true = frozenset(name for name, so in words.items() if so)
     per_score = _per_score(p) if asks_per_score else ""
-    return Facts(p.widest, min(p.head_dim, p.head_dim_v), p.heads_kv * p.seqlen_k, true, per_score)
+    # The longest packed sequence must not decide for all.
+    rows = (p.seqlen_q, p.seqlen_k) if p.packed is None else (ANY, ANY)
+    return Facts(p.widest, min(p.head_dim, p.head_dim_v), rows, p.heads_kv * p.seqlen_k, true, per_score)
 
 
 def _per_score(p: Problem) -> str:
@@ -117,15 +118,3 @@ def _per_score(p: Problem) -> str:
     if len(kinds) > 1 or ("bias" in used and changes_scores(others)):
         return "several kinds"
     return "one kind"
-
-
-def of_simt(
-    kind: Any, tables: dict[str, tuple[Row, ...]], table: str, problem: Any, target: Target, **own: Any
-) -> Iterator[Any]:
-    """The Configs of a kernel in which a thread owns a row, the best first. Tiles that are mostly past the last row of
-    their own side are skipped, except for packed sequences: the longest one must not decide."""
-    p, features = problem.forward, features_of(kind, problem, target) | own
-    side, length = ("tile_n", p.seqlen_k) if kind.of_keys else ("tile_m", p.seqlen_q)
-    tiles = (row.tile for row in rows_of(tables, table, p.dtype, target))
-    every = p.packed is not None
-    return (kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length)

@@ -11,13 +11,15 @@ from ..config.forward import Config
 from ..machine.target import Target
 from ..problem.forward import Problem
 from .cost_model import FLOAT32, microseconds
-from .forward_kernels import few_queries, mma, short, v1, v2, wgmma, with_fastest_rows
+from .forward_kernels import few_queries, mma, short, simt, wgmma, with_fastest_rows
 from .refusals import no_copies, no_room, no_tensor_cores, no_tma, not_here, too_wide
 from .rungs import RUNGS, Rung, check_request, choose
 from .tiles import TABLES, rows_of
 
 # The Configs of each rung on a GPU, the best first; the last needs the least shared memory.
-CANDIDATES: dict[str, Callable[[Problem, Target], Iterator[Config]]] = dict(v1=v1, v2=v2, mma=mma, wgmma=wgmma)
+CANDIDATES: dict[str, Callable[[Problem, Target], Iterator[Config]]] = dict(
+    v1=functools.partial(simt, "v1"), v2=functools.partial(simt, "v2"), mma=mma, wgmma=wgmma
+)
 
 
 class Choice(NamedTuple):

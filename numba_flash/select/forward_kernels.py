@@ -1,6 +1,7 @@
 """The Configs of each rung's forward for a Problem, the best first, from the rows of its table that are for it."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, SEEDED
 from .cost_model import join_cost, same_tile_walk, tile_visits, wave_cost
-from .features import features_of, of_simt, rows_for
+from .features import features_of, rows_for
 from .tiles import MOST_KEYS, TABLES, TILE_COST
 
 if TYPE_CHECKING:
@@ -22,16 +23,13 @@ LEAST_KEYS = 1024  # keys for few_queries: with fewer, blocks have little work t
 GAIN = 0.85  # keys are split if that takes less than this of the time: a large batch gets 6 % slower by it
 
 
-def v1(problem: Problem, target: Target) -> Iterator[Config]:
-    from ..config.simt_forward import V1Config
+def simt(kernel: str, problem: Problem, target: Target) -> Iterator[Config]:
+    """v1's or v2's."""
+    from ..config.simt_forward import V1Config, V2Config
 
-    return of_simt(V1Config, TABLES, "simt", problem, target)
-
-
-def v2(problem: Problem, target: Target) -> Iterator[Config]:
-    from ..config.simt_forward import V2Config
-
-    return of_simt(V2Config, TABLES, "simt", problem, target)
+    kind = V1Config if kernel == "v1" else V2Config
+    features = features_of(kind, problem, target)
+    return (kind(**features, **row.tile) for row in rows_for(TABLES, "simt", problem, target))
 
 
 def few_queries(problem: Problem, target: Target) -> Any:
@@ -71,9 +69,9 @@ def short(problem: Problem, target: Target) -> bool:
     return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and problem.widest <= 128
 
 
-def halved(rows: int, needed: int) -> int:
-    """A tile's rows, halved as long as half of them, at least 16, are enough."""
-    while rows >= 32 and needed <= rows // 2:
+def halved(rows: int, needed: int, step: int = 16) -> int:
+    """A tile's rows, halved as long as half of them, a multiple of step, are enough."""
+    while rows % (2 * step) == 0 and needed <= rows // 2:
         rows //= 2
     return rows
 
@@ -108,11 +106,8 @@ def _wgmma_float32(problem: Problem, target: Target) -> Iterator[Config]:
 
 def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str, Any]:
     """A tile's fields, its rows halved as long as half of them hold all queries, and its group_size."""
-    group, tile_m = _group(problem, tile["tile_m"]), tile["tile_m"]
-    while tile_m > step and tile_m % (2 * step) == 0 and tile_m // 2 % group == 0:
-        if problem.seqlen_q * group > tile_m // 2:
-            break
-        tile_m //= 2
+    group = _group(problem, tile["tile_m"])
+    tile_m = halved(tile["tile_m"], problem.seqlen_q * group, math.lcm(step, group))
     return tile | dict(tile_m=tile_m, group_size=group)
 
 

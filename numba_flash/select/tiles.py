@@ -24,6 +24,7 @@ class Facts(NamedTuple):
 
     head_dim: int  # the larger of q's and v's
     least: int  # the smaller of the two
+    rows: tuple[int, int]  # queries and keys of a head
     keys: int  # the keys of all heads of a batch entry together
     words: frozenset[str]  # the names of the conditions of When that hold
     per_score: str = ""  # one of PER_SCORE; "" if no option acts on single scores
@@ -35,6 +36,7 @@ class When(NamedTuple):
     head_dim: int  # up to this one
     above: int = 0  # head_dim of q and k and that of v are both above this
     least_keys: int = 0
+    least_rows: tuple[int, int] = 0, 0  # queries and keys of a head: with fewer, most of a tile would be past the last
     unread: bool = False  # no bias, mask or function; in a forward no dropout, either
     plain: bool = False  # no option changes, reads or drops scores
     masked: bool = False  # a mask is read for each score, and nothing else
@@ -46,6 +48,8 @@ class When(NamedTuple):
 
     def holds(self, facts: Facts) -> bool:
         if facts.head_dim > self.head_dim or facts.least <= self.above or facts.keys < self.least_keys:
+            return False
+        if facts.rows[0] < self.least_rows[0] or facts.rows[1] < self.least_rows[1]:
             return False
         if facts.per_score:
             return self.per_score in PER_SCORE[PER_SCORE.index(facts.per_score) :]
@@ -88,11 +92,11 @@ def rows_of(tables: dict[str, tuple[Row, ...]], kernel: str, dtype: str, target:
 
 
 TABLES: dict[str, tuple[Row, ...]] = {
-    # For v1 and v2. Tiles that are mostly past the last query are skipped (features.of_simt).
+    # For v1 and v2.
     "simt": table(
         "tile_m tile_n",
-        *(at(ANY, tile_m, 16) for tile_m in (256, 128, 64, 32)),
-        *(at(ANY, *sizes) for sizes in ((32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))),
+        *(at(ANY, tile_m, 16, least_rows=(tile_m // 2 + 1, 0)) for tile_m in (256, 128, 64)),
+        *(at(ANY, *sizes) for sizes in ((32, 16), (32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))),
         *(at(ANY, *sizes, gpu=SIMULATOR) for sizes in ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))),
     ),
     # A bias or a mask takes registers, so a warp then has one strip of 16 rows.

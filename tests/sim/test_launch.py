@@ -162,7 +162,7 @@ def test_every_kernel_can_be_made():
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
         BiasRowsConfig("float16"),
         *[
-            kind("float32", tile._replace(of_keys=of_keys), used)
+            kind(tile._replace(of_keys=of_keys), "float32", used)
             for kind in (TileStatesConfig, MaskModBitsConfig)
             for of_keys in (False, True)
         ],

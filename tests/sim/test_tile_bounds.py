@@ -57,7 +57,7 @@ CASES = {
 def intervals(function, aux, tiles):
     """Of each tile (query, last query, key, last key), both ends included, of head 0."""
     used = uses(mask_mod=Function.of("mask_mod", function), aux=tuple((x.dtype.name, x.ndim) for x in aux))
-    bounds = tile_bounds.make(TileStatesConfig("float32", StatesTile(16, 16, 1), used))
+    bounds = tile_bounds.make(TileStatesConfig(StatesTile(16, 16, 1), "float32", used))
     names = ("found", *(f"aux{number}" for number in range(len(aux))))
     arrays_of, strides_of = (tuple_class(kind, names) for kind in ("arrays", "strides"))
     found = np.zeros(2 * len(tiles), np.int64)
@@ -96,4 +96,4 @@ def test_intervals_hold_what_the_function_says(name):
 @pytest.mark.parametrize("function", [lambda b, h, q, k: q / 2 > k, lambda b, h, q, k: q % (k + 1) == 0])
 def test_what_has_no_rule_is_left_to_calls(function):
     used = uses(mask_mod=Function.of("mask_mod", function))
-    assert tile_bounds.make(TileStatesConfig("float32", StatesTile(16, 16, 1), used)) is None
+    assert tile_bounds.make(TileStatesConfig(StatesTile(16, 16, 1), "float32", used)) is None

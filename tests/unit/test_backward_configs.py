@@ -144,7 +144,7 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
     """Two warpgroups with 64 columns of dQ each need two panels of K."""
     made = WgmmaFusedConfig("float16", head_dim, head_dim_v, tile_m, 128)
     assert (made.head_dim_padded, made.dq_columns) == (columns, dq_columns)
-    assert made.own_a_bytes == 128 * 2 * dq_columns and made.stream_a_bytes == tile_m * 2 * dq_columns
+    assert made.shared_layout().own_b == 128 * 2 * dq_columns and made.stream_a_bytes == tile_m * 2 * dq_columns
 
 
 # Each field that a Config checks.

@@ -93,7 +93,7 @@ def test_functions_may_read_arrays_of_every_dtype(function, aux):
 @pytest.mark.parametrize("of_keys", [False, True])
 def test_what_runs_before_a_mask_mod(of_keys):
     tile, used = StatesTile(128, 64, 1, of_keys), uses(mask_mod=Function.of("mask_mod", mods.causal))
-    states = TileStatesConfig("float32", tile, used)
+    states = TileStatesConfig(tile, "float32", used)
     for config in (states, TileOrderConfig.behind(states)):
         made = assembler.assemble(compiled.to_ptx(config, (8, 0)), "sm_80")
         assert made.spill_bytes == made.stack_bytes == 0 and made.warnings == ()
