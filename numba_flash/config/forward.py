@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..abi import parameters as abi
 from ..abi.parameters import Parameters, StatesTile, Workspace
 from ..arrays.dtypes import COMPUTE_DTYPE, ITEM_SIZE
-from ..problem.options import BY_NAME, SEEDED, Uses, changes_by_distance_alone, changes_scores
+from ..problem.options import BY_NAME, SEEDED, Uses, changes_scores
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -319,11 +319,6 @@ class Config(LaunchFacts):
     def derivative_varies(self) -> bool:
         """Whether the derivative of a score with respect to scale * q . k may differ from 1."""
         return any(BY_NAME[name].derivative for name, _ in self.uses)
-
-    @property
-    def by_distance_alone(self) -> bool:
-        """Whether options change scores by the distance of query and key alone."""
-        return changes_by_distance_alone(self.uses)
 
     def grid(self, problem: AnyProblem) -> int:
         """A block, or a cluster of blocks, for each tile of the side that it owns."""

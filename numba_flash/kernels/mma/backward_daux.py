@@ -109,7 +109,7 @@ def make(config):
         dp = ld_st.load_b32(here + int32(plan.dp)).view(np.float32)
         y, slope, element, reads = ask(s, at, int64(0), arrays, strides, sizes)
         bias = added(at.b, at.h, at.q_index, at.k_index, arrays, strides)
-        p, through = weight(y, FragmentAt(term, float32(at.q_pos - at.k_index), bias), score, lse)
+        p, through = weight(y, FragmentAt(term * float32(at.q_pos - at.k_index), bias), score, lse)
         counted = count_of(at, arrays, sizes, score)
         dp = dp * counted if counted != 0 else float32(0)  # no NaN if the weight does not count
         return s, p * (dp - delta) * through if p != 0 else float32(0), slope, element, reads

@@ -94,7 +94,7 @@ def make(config):
                     upper, lower = registers.acc[of], registers.acc[of + 2]
                     s, dp = given[x] if role else upper, lower if role else given[x]
                     query = int32(i * config.tile_m + first_column + n * 8 + x)
-                    found, _ = weight(s, FragmentAt(float64(0), float64(0), float64(0)), score, lse[x])
+                    found, _ = weight(s, FragmentAt(float64(0), float64(0)), score, lse[x])
                     seen = query >= first_query[strip] and query < end_query[strip]
                     registers.acc[of] = found if seen else float64(0)
                     registers.acc[of + 2] = found * (dp - delta[x]) if seen else float64(0)

@@ -8,7 +8,7 @@ follows from it is not kept in registers through the loop.
 import functools
 from collections import namedtuple
 
-from numba import int32, uint32
+from numba import cuda, int32, uint32
 
 from ...ptx import special
 from ..score import fragments, gradient_functions, kept_weights, reads as score_reads, user
@@ -116,8 +116,8 @@ def make(config):
         """acc_s, acc_dp <- P times how often it counts, and dS, in row r and column 8 * n + x. seen: as `shown` returns
         it. -> P, also where it is not seen."""
         at, bit = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x, uint32(2 * n + x)
-        distance = registers.distance[r] + real(way * (n * 8 + x))
-        here = FragmentAt(term, distance, read.added(registers.loaded, r, n, x))
+        away = cuda.fma(term, real(way * (n * 8 + x)), term * registers.distance[r])
+        here = FragmentAt(away, read.added(registers.loaded, r, n, x))
         p, derivative = weight(registers.acc_s[at], here, score, lse)
         found, ds = p, p * registers.acc_dp[at]
         if of_product:

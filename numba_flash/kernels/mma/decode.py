@@ -134,7 +134,7 @@ def make(config):
         )
         scores_of(own, registers, tile, row, lane, arrays, strides, sizes, score)
         acc_s, m, l, alpha = registers.acc_s, registers.m, registers.l, registers.alpha
-        moved = softmax.update(acc_s, m, l, alpha, score.scale * log2_e, m)
+        moved = softmax.update(acc_s, m, l, alpha, score.scale * log2_e)
         if kept_weight.present:
             first_row, first_key = row + int32(first_row_of(lane)), int32(own * tile_n + first_column_of(lane))
             sequence = tile.sequence

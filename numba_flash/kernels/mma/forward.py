@@ -202,7 +202,7 @@ def make(config):
             if j > begin:
                 load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
                 cp_async.commit_group()
-        moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e, registers.m)
+        moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
         if kept_weight.present:
             lane, row = lane_and_row()
             position, _ = block_state.get(places.q + int32(keys_at))

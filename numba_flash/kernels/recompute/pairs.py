@@ -56,7 +56,7 @@ def make(config, of_keys=False, of_ds=True, row_of_key=own_row):
         bias, term = read.added(sequence.b, h, query, key, arrays, strides), made.real(0)
         if chain.has_row_term:
             term = chain.row_term(sequence.b, h, arrays, strides)
-        return FragmentAt(term, made.real(query + sequence.q_start - key), bias)
+        return FragmentAt(term * made.real(query + sequence.q_start - key), bias)
 
     @inlined
     def score_of(sequence, h, query, key, lane, arrays, strides, sizes, score):

@@ -46,11 +46,10 @@ def on_fragments(config):
 
     @inlined
     def value(s, factor, at, score):
-        # The fma computes s * factor; scores at the same distance share the other product.
-        return cuda.fma(s, factor, -(at.term * unit * abs(at.distance))), one
+        return cuda.fma(s, factor, -abs(at.away)), one
 
     @inlined
     def row_term(b, h, arrays, strides):
-        return load(arrays.alibi_slopes, b * strides.alibi_slopes[0] + h * strides.alibi_slopes[1])
+        return load(arrays.alibi_slopes, b * strides.alibi_slopes[0] + h * strides.alibi_slopes[1]) * unit
 
     return FragmentStage(value, row_term=row_term)

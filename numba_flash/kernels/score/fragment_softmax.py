@@ -22,9 +22,8 @@ from . import sum_term
 from .fragments import exponential_of
 
 
-def make(config, strips, rows=0, shifted=False):
-    """rows: how many of its 2 * strips rows a lane has; 0 = all. The other scores stay as they are. shifted: update
-    takes what is added to all scores of a row (kernels/wgmma/one_side.py); otherwise it reads no shift."""
+def make(config, strips, rows=0):
+    """rows: how many of its 2 * strips rows a lane has; 0 = all. The other scores stay as they are."""
     blocks, rows, of = config.tile_n // 8, rows or 2 * strips, numbers.of(config.compute_dtype)
     natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in the scores' unit, too
     rescale_threshold = of.real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
@@ -40,8 +39,8 @@ def make(config, strips, rows=0, shifted=False):
 
     @inlined
     def in_units(s, factor):
-        """A score in log2, but for its shift; a finished score stays in the scores' unit."""
-        return s if config.scores_finished and not shifted else s * factor
+        """A score in log2; a finished score stays in the scores' unit."""
+        return s if config.scores_finished else s * factor
 
     @inlined
     def tops(acc_s, top):
@@ -77,15 +76,13 @@ def make(config, strips, rows=0, shifted=False):
             l[r] *= alpha[r]
 
     @inlined
-    def update(acc_s, m, l, alpha, factor, shift):
+    def update(acc_s, m, l, alpha, factor):
         """acc_s <- p; updates m and l with this tile; alpha (rows,) <- the factor of the older part of O and l. factor:
         that of a score. -> whether some alpha of the warp is not 1."""
         top = local.array(rows, of.real)
         tops(acc_s, top)
         for r in range(rows):
             top[r] = in_units(top[r], factor)
-            if shifted:
-                top[r] += shift[r]
         moved = uint32(1)
         if rescale_threshold > 0:
             for r in range(rows):
@@ -100,11 +97,10 @@ def make(config, strips, rows=0, shifted=False):
         for r in range(rows):
             base = (r // 2) * blocks * 4 + (r % 2) * 2
             even, odd = l[r], of.real(0)
-            lacking = m[r] - shift[r] if shifted else m[r]
             for n in range(blocks):
                 at = base + 4 * n
                 for i in range(2):
-                    acc_s[at + i] = exponential(in_units(acc_s[at + i], factor) - lacking)
+                    acc_s[at + i] = exponential(in_units(acc_s[at + i], factor) - m[r])
                 if n % 2:
                     odd += acc_s[at] + acc_s[at + 1]
                 else:

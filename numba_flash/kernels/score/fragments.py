@@ -10,7 +10,7 @@ Scores are in log2, or with a bias in natural units (kernels/steps/units.py).
 import functools
 import math
 
-from numba import int32, int64, uint32
+from numba import cuda, int32, int64, uint32
 
 from ...ptx import minmax
 from ..steps import elements, numbers
@@ -177,12 +177,11 @@ def tile(config, strips, columns=0):
                 for i in range(4):
                     at = (strip * blocks + n) * 4 + i
                     r = strip * 2 + i // 2
+                    row, column = r, n * 8 + i % 2
                     if group == 1:  # a strip's other row is 8 queries below, as far from keys 8 columns on
-                        term, away = terms[2 * strip], distance[2 * strip] - real((n - i // 2) * 8 + i % 2)
-                    else:
-                        term, away = terms[r], distance[r] - real(n * 8 + i % 2)
-                    here = FragmentAt(term, away, added(loaded, r, n, i % 2))
-                    acc_s[at] = value(acc_s[at], here, score)
+                        row, column = 2 * strip, column - i // 2 * 8
+                    away = cuda.fma(terms[row], real(-column), terms[row] * distance[row])
+                    acc_s[at] = value(acc_s[at], FragmentAt(away, added(loaded, r, n, i % 2)), score)
 
     @inlined
     def mask(acc_s, mask_bits):

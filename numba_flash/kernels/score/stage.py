@@ -15,8 +15,7 @@ class Stage(NamedTuple):
 class FragmentAt(NamedTuple):
     """The place of a score in a fragment, as the stages need it."""
 
-    term: Any  # what `row_term` loaded for the row
-    distance: Any  # q_pos - k_pos
+    away: Any  # q_pos - k_pos times what `row_term` loaded for the row
     added: Any  # what reads.py loaded for this score
 
 
@@ -26,4 +25,5 @@ class FragmentStage(NamedTuple):
 
     value: Callable[..., Any]  # (s, factor, at, score) -> (the next s, the next factor)
     derivative: Callable[..., Any] | None = None  # (the next s) -> the derivative by the score before; None: 1
-    row_term: Callable[..., Any] | None = None  # (b, h, arrays, strides) -> a number that the row's scores share
+    row_term: Callable[..., Any] | None = None  # (b, h, arrays, strides) -> a number that the row's scores share, in
+    # the scores' unit

@@ -11,7 +11,7 @@ Rows of the tile are the block's own: queries, or keys with of_keys. Columns bel
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import bits, cvt, ld_st, local, special, vote
 from ..score import At, aux_gradient, fragments, gradient_functions, kept_weights, reads, user
@@ -263,7 +263,8 @@ def make(config):
                         own_bias = (
                             half_of(biased[2 * half + r], x) if boxes.present else read.added(tile.loaded, r, n, x)
                         )
-                        fragment = FragmentAt(term, tile.distance[0] - float32(column - 8 * r), own_bias)
+                        away = cuda.fma(term, float32(8 * r - column), term * tile.distance[0])
+                        fragment = FragmentAt(away, own_bias)
                         weighed, derivative = weight(s, fragment, score, row_lse)
                         weighed = weighed if seen else float32(0)
                         acc_s[at] = weighed * derivative * slope if seen else float32(0)

@@ -17,7 +17,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, uint32
+from numba import cuda, float32, int32, uint32
 
 from ...ptx import bar, ld_st, local
 from ..score import fragments, reads
@@ -83,8 +83,8 @@ def make(config, tiles):
             for r in range(2):
                 for x in range(2):
                     at_x = 4 * n + 2 * r + x
-                    away = held.distance[0] - float32((n - r) * 8 + x)
-                    here = FragmentAt(term, away, read.added(held.loaded, r, n, x))
+                    away = cuda.fma(term, float32((r - n) * 8 - x), term * held.distance[0])
+                    here = FragmentAt(away, read.added(held.loaded, r, n, x))
                     p, derivative = weight(held.acc_s[at_x], here, score, lse_of(lse, n, r, x))
                     given = p * derivative if config.derivative_varies else p
                     if masked:

@@ -17,8 +17,8 @@ With config.parts several blocks share the keys of a query tile, and forward_joi
 
 Six files have the rest, in this order: block.py (the words of a work tile), pipeline.py (rings of tiles and their
 mbarriers), producer.py (scheduler and producer), tile_scores.py (what becomes of S before the softmax),
-kernels/score/fragment_softmax.py, forward_outputs.py (O to global memory). Other modules of kernels/score and
-one_side.py add options; without these they leave no code.
+kernels/score/fragment_softmax.py, forward_outputs.py (O to global memory). Other modules of kernels/score add options;
+without these they leave no code.
 """
 
 from typing import Any, NamedTuple
@@ -28,8 +28,8 @@ from numba import cuda, float32, int32, uint8, uint32
 from ...ptx import bar, griddepcontrol, local, memory, special, wgmma
 from ..score import fragment_softmax, fragments, reads, sum_term, tile_walk
 from ..steps.basics import FALSE, TRUE, first_row_of, inlined
-from . import block, forward_join, forward_outputs, one_side, operands, pipeline, producer, tile_scores
-from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, PART, STATES, STOP, B, H, position, rows_of_lane, word
+from . import block, forward_join, forward_outputs, operands, pipeline, producer, tile_scores
+from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, PART, STATES, STOP, B, H, rows_of_lane, word
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
 
@@ -50,9 +50,6 @@ class Rows(NamedTuple):
     q_desc: Any  # wgmma's descriptor of the consumer's rows of Q
     begin: Any  # its last key tile, since they come in descending order
     states: Any  # where the states of its key tiles begin (kernels/score/tile_walk.py)
-    before: Any  # the first key tile that is not on one side of the queries (kernels/wgmma/one_side.py)
-    behind: Any  # the first one that is again
-    inverse_scale: Any  # 1 / scale, or 0 if no tile may be linear
 
 
 def make(config):
@@ -70,11 +67,11 @@ def make(config):
     pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
     give_registers, take_registers = block.register_moves(config)
 
-    roles, sides = producer.make(config), one_side.make(config)
+    roles = producer.make(config)
     mask_words, read = fragments.tile(config, 1).mask_words, reads.make(config, 1)
-    options, kept_weights = tile_scores.make(config, sides), counting(config)
+    options, kept_weights = tile_scores.make(config), counting(config)
     walk, to_p = tile_walk.make(config, whole_warp=True), fragment_softmax.in_16_bits(config, 1)
-    start, softmax, finish = fragment_softmax.make(config, 1, shifted=sides.present)
+    start, softmax, finish = fragment_softmax.make(config, 1)
     write, rescale = forward_outputs.make(config, finish), fragment_softmax.rescaler(1, head_dim_v_padded // 8)
     in_parts, (leave_part, _) = config.parts > 1, forward_join.of_parts(config)
     has_term = sum_term.make(config) is not None and not in_parts
@@ -124,9 +121,6 @@ def make(config):
 
         # Work that needs no score runs beside these products.
         options.find_bits(tile, scores, sizes)
-        side = int32(0)
-        if sides.present:
-            side = sides.of_tile(tile.j, rows.before, rows.behind, scores.terms, scores.distance, registers.shift)
         if kept_weights.drops:
             kept_weights.find(tile.j, rows.work_tile, registers.kept, arrays, sizes)
         following = int32(walk.next_tile(rows.states, tile.j, rows.begin, arrays, strides))
@@ -141,8 +135,8 @@ def make(config):
         pin_s(acc_s)
         rings.k.consumer_release(base, tile.n, consumer.elected)
         rings.q.consumer_release(base, rows.seen, consumer.elected & (tile.j == rows.begin))
-        factor = options.finish(base, tile, scores, side, rows.inverse_scale, arrays, strides, sizes, score)
-        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor, registers.shift)
+        factor = options.finish(base, tile, scores, arrays, strides, sizes, score)
+        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor)
         if kept_weights.drops:
             kept_weights.drop(acc_s, registers.kept)
         if not first:
@@ -160,29 +154,24 @@ def make(config):
         return following, asks
 
     @inlined
-    def begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score):
+    def begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides):
         """-> Rows of the next query tile; clears what belongs to them."""
         start(registers.m, registers.l)
         block.clear(registers.acc_o, o_count)
-        terms = registers.scores.terms
-        options.row_terms(terms, work_tile, arrays, strides)
-        inverse_scale, before, behind = float32(0), int32(0), int32(0)
-        if sides.present:
-            inverse_scale = sides.inverse_scale(terms, score)
-            before, behind = sides.ends(position(work_tile), rows_of_lane()[0], inverse_scale)
+        options.row_terms(registers.scores.terms, work_tile, arrays, strides)
         block.clear(registers.scores.mask_bits, mask_words)
-        return Rows(work_tile, seen, q_desc, begin, states, before, behind, inverse_scale)
+        return Rows(work_tile, seen, q_desc, begin, states)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
         acc_s, acc_o = local.array(s_count, float32), local.array(o_count, float32)
         m, l, alpha = local.array(2, float32), local.array(2, float32), local.array(2, float32)
-        terms, distance, shift = local.array(2, float32), local.array(2, float32), local.array(2, float32)
+        terms, distance = local.array(2, float32), local.array(2, float32)
         loaded, mask_bits = local.array(read.bias_words, uint32), local.array(mask_words, uint32)
         p_frag, kept = local.array(p_count, uint32), local.array(kept_weights.words, uint32)
         scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(read.bits_words, uint32), terms, distance)
-        registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, shift, kept)
+        registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, kept)
         me, elected = int32(warpgroup - 1), block.elected()
         consumer = Consumer(me, int32(0) if me == config.consumers - 1 else int32(me + 1), elected)
         q_desc = describe_rows(base + me * (64 * 128))  # of the query tile at work
@@ -204,7 +193,7 @@ def make(config):
             cut, j = word(work_tile, CUT), int32(word(work_tile, STOP) - 1)
             states = word(work_tile, STATES) if walk.present else int32(0)
             # All that needs no score comes before they do.
-            rows = begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score)
+            rows = begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides)
             masked, asks = j >= cut or j < free, walk.needs_mask(states, j, arrays, strides)
             tile = KeyTile(j, taken, work_tile, FALSE, masked, asks)
             following, asks = step(TRUE, base, consumer, tile, rows, registers, arrays, strides, sizes, score)

@@ -64,7 +64,7 @@ def make(config):
     raw_words = max(k_loader.words, v_loader.words)
 
     mask_words = fragments.tile(config, 1).mask_words
-    read, options, kept_weights = reads.make(config, 1), tile_scores.make(config, None), counting(config)
+    read, options, kept_weights = reads.make(config, 1), tile_scores.make(config), counting(config)
     walk, producer_walk = tile_walk.make(config, whole_warp=True), tile_walk.make(config)
     start, softmax, finish = fragment_softmax.make(config, 1)
     has_term, load_terms = sum_term.make(config) is not None, sum_term.on_fragments(config, 2)
@@ -214,8 +214,8 @@ def make(config):
         rings.k.consumer_release(base, tile.n, block.elected())
 
         options.find_bits(tile, of_scores, sizes)
-        factor = options.finish(base, tile, of_scores, int32(0), float32(0), arrays, strides, sizes, score)
-        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor, registers.shift)
+        factor = options.finish(base, tile, of_scores, arrays, strides, sizes, score)
+        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor)
         if kept_weights.drops:
             kept_weights.find(tile.j, tile.work_tile, registers.kept, arrays, sizes)
             kept_weights.drop(acc_s, registers.kept)
@@ -246,7 +246,7 @@ def make(config):
         terms, distance = local.array(2, float32), local.array(2, float32)
         loaded, mask_bits = local.array(read.bias_words, read.bias_type), local.array(mask_words, uint32)
         scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(read.bits_words, uint32), terms, distance)
-        registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, alpha, kept)  # no shift
+        registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, kept)
         n, i = int32(0), int32(0)  # number of key tiles, and of query tiles, so far
         rings.tiles.consumer_wait(base, i)
         work_tile = int32(rings.work_tile(base, i))

@@ -83,7 +83,7 @@ def make(config):
         m, l, alpha = local.array(2, float32), local.array(2, float32), local.array(2, float32)
         distance, none = local.array(2, float32), local.array(1, uint32)
         scores = ScoreRegisters(distance, none, none, none, distance, distance)
-        registers = ConsumerRegisters(scores, acc_o, none, m, l, alpha, alpha, none)
+        registers = ConsumerRegisters(scores, acc_o, none, m, l, alpha, none)
         work_tile = rings.work_tile(base, int32(0))
         start(m, l)
         block.clear(acc_o, o_count)

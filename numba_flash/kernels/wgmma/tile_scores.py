@@ -44,7 +44,6 @@ class ConsumerRegisters(NamedTuple):
     m: Any  # (2,)
     l: Any  # (2,)
     alpha: Any  # (2,)
-    shift: Any  # (2,) of the rows' scores (kernels/wgmma/one_side.py)
     kept: Any  # which weights count
 
 
@@ -64,9 +63,8 @@ def counting(config):
     return named(find=find_kept, drops=count.present, words=count.words, drop=count.drop, scale=count.scale)
 
 
-def make(config, sides):
-    """-> device functions. tile: a KeyTile; scores: ScoreRegisters. sides: of one_side.py; None if no tile may be
-    linear."""
+def make(config):
+    """-> device functions. tile: a KeyTile; scores: ScoreRegisters."""
     queries, queries_of, read = config.queries, make_queries(config), reads.make(config, 1)
     hide, some_hidden, has_mask, mod_bits = read.hide, read.some_hidden, config.has("mask"), config.mask_mod_as_bits
     chain, score_tile = fragments.chain(config), fragments.tile(config, 1)
@@ -75,7 +73,7 @@ def make(config, sides):
     bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
     ring = pipeline.of_forward(config).bias
     functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
-    one_sided, log2_e = sides is not None and sides.present, float32(LOG2_E)
+    log2_e = float32(LOG2_E)
 
     @inlined
     def row_terms(terms, work_tile, arrays, strides):
@@ -149,10 +147,8 @@ def make(config, sides):
         ring.consumer_release(base + 8 * consumer, n, True)
 
     @inlined
-    def finish_scores(base, tile, registers, side, inverse_scale, arrays, strides, sizes, score):
-        """acc_s <- finished scores, -inf where a score does not count. Those of a tile on one side lack their shift.
-
-        -> the factor that the scores lack."""
+    def finish_scores(base, tile, registers, arrays, strides, sizes, score):
+        """acc_s <- finished scores, -inf where a score does not count. -> the factor that the scores lack."""
         factor = score.scale * log2_e
         if tile.inside or config.scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
             if functions.present:
@@ -165,9 +161,7 @@ def make(config, sides):
                         functions.apply_inside(s, mask_bits, place, tile.asks, arrays, strides, score)
                     else:
                         functions.apply(s, mask_bits, place, tile.asks, arrays, strides, score)
-            if one_sided and side != 0:
-                sides.to_linear(registers.acc_s, registers.terms, side, inverse_scale)
-            elif config.scores_finished:
+            if config.scores_finished:
                 if boxes.present:
                     load_bias(base, registers.loaded, tile.n)
                 score_tile.finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
