@@ -165,7 +165,7 @@ class CacheExplanation(Explanation):
 def _divided(config: Any) -> str:
     return (
         f"a tree over chunks of {config.CHUNK} at absolute positions; a block computes 2^n neighbouring ones at a "
-        f"time, with the least n by which the sequences that are divided have at most {config.most_parts} parts; "
+        f"time, with the least n by which the sequences that are divided have at most {config.blocks} parts; "
         "the device finds n from the lengths"
     )
 

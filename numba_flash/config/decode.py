@@ -74,15 +74,9 @@ class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
         return self.key_warps * self.tile_n
 
     @property
-    def most_parts(self) -> int:
-        """The most parts of sequences that blocks share. With shared prefixes there are more and finer parts, because a
-        prefix ends at the end of a part."""
-        return self.blocks if self.members == 1 else 4 * self.blocks
-
-    @property
     def counter_words(self) -> int:  # type: ignore[override]
         """A counter for each group of blocks that share a row tile."""
-        return self.most_parts
+        return self.blocks
 
     def counters(self, problem: Any) -> int:
         return self.counter_words + self._sharing(problem.forward)
@@ -175,6 +169,6 @@ class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
         """Slots for the nodes that blocks share, one slot for each block's own node, a slot and two words for each
         sequence behind a prefix, and each block's stack."""
         stacks = self.blocks * self.levels(problem.forward.seqlen_k) * self.node_numbers * self.threads
-        slots, sharing = self.most_parts + self.blocks, self._sharing(problem.forward)
+        slots, sharing = 2 * self.blocks, self._sharing(problem.forward)
         numbers = slots * self.slot_numbers + sharing * (self.slot_numbers + 2) + stacks
         return dict(partials=((numbers,), self.compute_dtype))

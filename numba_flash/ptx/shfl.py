@@ -42,6 +42,23 @@ def idx_b32(typingctx, value, lane):
 
 
 @intrinsic
+def idx_f32(typingctx, value, lane):
+    """idx_b32 of a float32. Stand-in: sim.shfl.idx_f32."""
+    text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+    return asm.scalars(text, types.float32(types.float32, types.int32))
+
+
+@intrinsic
+def idx_f64(typingctx, value, lane):
+    """Two of them, one for each half of a float64. Stand-in: sim.shfl.idx_f64."""
+    text = (
+        "{ .reg .b32 low, high; mov.b64 {low, high}, $1; shfl.sync.idx.b32 low, low, $2, 0x1f, 0xffffffff; "
+        "shfl.sync.idx.b32 high, high, $2, 0x1f, 0xffffffff; mov.b64 $0, {low, high}; }"
+    )
+    return asm.scalars(text, types.float64(types.float64, types.int32))
+
+
+@intrinsic
 def sum_s32(typingctx, value):
     """redux.sync.add.s32: the sum over all lanes, in every lane (PTX ISA 9.7.13.12). cc 8.0. Stand-in:
     sim.shfl.sum_s32."""

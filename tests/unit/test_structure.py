@@ -142,11 +142,11 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 17_016, 14_500, "a person can read them"),
+    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 16_988, 14_500, "a person can read them"),
     Measure(
         "lines of select, config and abi",
         lambda: sum(map(lines_of, names("select", "config", "abi"))),
-        5_240,
+        5_229,
         4_200,
         "a choice is easier to read than what is chosen",
     ),
@@ -160,7 +160,7 @@ MEASURES = (
     Measure(
         "lines before the first function of make",
         lines_before_functions,
-        714,
+        711,
         730,
         "a kernel begins with what it does",
     ),

@@ -76,7 +76,7 @@ def make(config):
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
     softmax = fragment_softmax.make(scores, strips, rows)
     wait_all, wait_oldest = cp_async.wait_group(0), cp_async.wait_group(stages - 2)
-    log2_e, first_stack = real(LOG2_E), (config.most_parts + config.blocks) * config.slot_numbers
+    log2_e, first_stack = real(LOG2_E), 2 * config.blocks * config.slot_numbers
     level_step, chunk_bits = config.node_numbers * config.threads, in_chunk.bit_length() - 1
 
     @inlined
@@ -293,10 +293,10 @@ def make(config):
             begin_tile(tile, q_smem, places, thread, arrays, strides, sizes)
             number = int32(number + special.block_count())
             following, cursor = work.next_item(cursor, number, level, lane, arrays, strides, sizes)
-            own, joined = int32(config.most_parts + block), item.nodes > 1
+            own, joined = int32(config.blocks + block), item.nodes > 1
             if shares:
                 joined = joined or item.members > 0
-            slot = int32(item.node_slot + (item.node - item.first_node) * item.row_tiles) if joined else own
+            slot = int32(item.node_slot + item.node - item.first_node) if joined else own
             walk(tile, slot, registers, node, places, stack, (lane, key_warp, row_warp), arrays, strides, sizes, score)
             if shares:
                 arrive(item, level, last_smem, thread, arrays, strides, sizes)

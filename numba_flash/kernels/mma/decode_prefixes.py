@@ -66,7 +66,7 @@ def arrivals(config, member_of):
     @inlined
     def note_of(item, arrays, sizes):
         """The address of two words: the slots at which the nodes of the prefix and, behind it, its own begin."""
-        parts, sequences = config.most_parts, sizes.batch * sizes.heads_kv
+        parts, sequences = config.blocks, sizes.batch * sizes.heads_kv
         at = (parts + config.blocks + sequences) * config.slot_numbers + int64(item.counter - parts) * 2
         return memory.address(arrays.partials, at)
 

@@ -3,7 +3,7 @@
 Keys are cut into chunks of config.CHUNK at absolute positions. An item is a node of 2^level neighbouring chunks, for a
 row tile of a KV head of a sequence. If a sequence has one node, one block computes all of it. Otherwise its nodes are
 parts: blocks hand them over, and the last block to arrive joins them. Parts come first. level is the lowest that gives
-no more than config.most_parts of them. Then blocks have about as much to do, however unequal the sequences are.
+no more than config.blocks of them. Then blocks have about as much to do, however unequal the sequences are.
 
 Nodes of a prefix that sequences share (decode_prefixes.py) are parts of the sequence that leads.
 
@@ -51,8 +51,7 @@ class Item(NamedTuple):
     row_tile: int
     node: int  # at absolute positions
     nodes: int  # how many the sequence has, with those of its prefix
-    node_slot: int  # where the sequence's first node is handed over; each further node is row_tiles slots on
-    row_tiles: int
+    node_slot: int  # where the sequence's first node is handed over; the others follow
     first_node: int  # the sequence's first, without those of its prefix
     shared: int  # nodes of a prefix before it
     counter: int  # which counter counts the nodes that are there
@@ -62,7 +61,7 @@ class Item(NamedTuple):
 
 def make(config):
     """-> device functions: sequence_of, level_of, next_item, member_of."""
-    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.most_parts
+    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.blocks
     sequence_of, members, none = _sequence(config), config.members, int32(0)
     part_of, shares, rows_each = decode_prefixes.parts(config, sequence_of), members > 1, config.tile_m // members
 
@@ -142,9 +141,9 @@ def make(config):
         chunks = chunks_of(b, arrays, strides, sizes)
         shared, last = int32(chunks.shared >> level), int32(chunks.last >> level)
         if chunks.leader != item.b or shared == 0:
-            return Item(b, none, none, none, none, none, none, none, none, none, none, none)
+            return Item(b, none, none, none, none, none, none, none, none, none, none)
         counter, row = int32(most + b * sizes.heads_kv + item.h_kv), int32((b - chunks.leader) * rows_each)
-        return Item(b, item.h_kv, none, none, int32(last + 1), none, int32(1), shared, shared, counter, none, row)
+        return Item(b, item.h_kv, none, none, int32(last + 1), none, shared, shared, counter, none, row)
 
     @inlined
     def shared_item(b, rest, number, chunks, level, whole, sizes):
@@ -156,14 +155,14 @@ def make(config):
         if node < 0:
             there = int32(min(members, sizes.batch - b))
             slot, node = int32(slot - of_prefix), int32(node + of_prefix)
-            return Item(b, h_kv, none, node, none, slot, int32(1), none, of_prefix, none, there, none)
+            return Item(b, h_kv, none, node, none, slot, none, of_prefix, none, there, none)
         counter, row, last = slot, int32((b - chunks.leader) * rows_each), int32(chunks.last >> level)
         if shared > 0:
             counter = int32(most + b * sizes.heads_kv + h_kv)
             if whole != 0:
                 slot = int32(counter + config.blocks)  # whoever joins it may be another block
         node = int32(shared + node)
-        return Item(b, h_kv, none, node, int32(last + 1), slot, int32(1), shared, shared, counter, none, row)
+        return Item(b, h_kv, none, node, int32(last + 1), slot, shared, shared, counter, none, row)
 
     @inlined
     def next_item(cursor, number, level, lane, arrays, strides, sizes):
@@ -191,21 +190,20 @@ def make(config):
                 first = int32(first + 32)
         cursor = Cursor(whole, first, before)
         if b < 0:
-            return Item(b, none, none, none, none, none, none, none, none, none, none, none), cursor
+            return Item(b, none, none, none, none, none, none, none, none, none, none), cursor
         chunks = chunks_of(b, arrays, strides, sizes)
         if shares:
             return shared_item(b, rest, number, chunks, level, whole, sizes), cursor
-        row_tiles, first_node = chunks.row_tiles, int32(chunks.first >> level)
+        first_node = int32(chunks.first >> level)
         nodes = int32((chunks.last >> level) - first_node + 1)
-        of_head = int32(row_tiles * nodes)
+        of_head = int32(chunks.row_tiles * nodes)
         h_kv = int32(uint32(rest) // uint32(of_head))
         rest = int32(rest - h_kv * of_head)
-        node = int32(uint32(rest) // uint32(row_tiles))
-        row_tile = int32(rest - node * row_tiles)
-        slot = int32(number - node * row_tiles)
-        return Item(
-            b, h_kv, row_tile, int32(first_node + node), nodes, slot, row_tiles, first_node, none, slot, none, none
-        ), cursor  # fmt: skip
+        row_tile = int32(uint32(rest) // uint32(nodes))
+        node = int32(rest - row_tile * nodes)
+        slot = int32(number - node)
+        item = Item(b, h_kv, row_tile, int32(first_node + node), nodes, slot, first_node, none, slot, none, none)
+        return item, cursor
 
     return named(sequence_of, level_of, next_item, member_of)
 

@@ -23,6 +23,7 @@ class Numbers(NamedTuple):
     reciprocal: Callable[..., Any]
     maximum: Callable[..., Any]  # if one of the two is NaN, the other one
     bfly: Callable[..., Any]  # (value, mask) -> the value of lane (own lane ^ mask)
+    idx: Callable[..., Any]  # (value, lane) -> that lane's value
     warp_sum: Callable[..., Any]  # (value) -> the sum over all lanes
     ceil: Callable[..., Any]
     minus_inf: Any
@@ -42,7 +43,9 @@ def _reciprocal_f64(x):
 @functools.cache
 def of(compute_dtype):
     if compute_dtype == "float64":
-        functions = exp2, _log2_f64, _reciprocal_f64, minmax.maximum_f64, shfl.bfly_f64, shfl.sum_f64, approx.ceil_f64
-        return Numbers(float64, *functions, float64(-math.inf), float64(np.finfo(np.float64).min))
-    functions = approx.ex2, approx.lg2, approx.rcp, minmax.maximum, shfl.bfly_f32, shfl.sum_f32, approx.ceil
-    return Numbers(float32, *functions, float32(-math.inf), float32(np.finfo(np.float32).min))
+        functions, shuffles = (exp2, _log2_f64, _reciprocal_f64), (shfl.bfly_f64, shfl.idx_f64, shfl.sum_f64)
+        lowest = float64(np.finfo(np.float64).min)
+        return Numbers(float64, *functions, minmax.maximum_f64, *shuffles, approx.ceil_f64, float64(-math.inf), lowest)
+    functions, shuffles = (approx.ex2, approx.lg2, approx.rcp), (shfl.bfly_f32, shfl.idx_f32, shfl.sum_f32)
+    lowest = float32(np.finfo(np.float32).min)
+    return Numbers(float32, *functions, minmax.maximum, *shuffles, approx.ceil, float32(-math.inf), lowest)

@@ -24,6 +24,14 @@ def idx_b32(value, lane):
     return together(("shfl.idx_b32",), _idx, (u32(value), lane))
 
 
+def idx_f32(value, lane):
+    return together(("shfl.idx_f32",), _idx, (check_float(value), lane))
+
+
+def idx_f64(value, lane):
+    return together(("shfl.idx_f64",), _idx, (np.float64(value), lane))
+
+
 def sum_s32(value):
     return together(("shfl.sum_s32",), _sum, np.int32(value))
 

@@ -13,14 +13,14 @@ def test_shfl():
         i = cuda.threadIdx.x
         out[i] = shfl.bfly_b32(i * 3, 5)
         others[i] = shfl.idx_b32(i * 3, 31 - i)
-        floats[i] = shfl.bfly_f32(i / 2, 16)
+        floats[i] = shfl.idx_f32(shfl.bfly_f32(i / 2, 16), i ^ 1)
 
     out, others, floats = np.zeros(64, np.uint32), np.zeros(64, np.uint32), np.zeros(64, np.float32)
     launch(kernel, 64, out, others, floats)
     i = np.arange(64)
     np.testing.assert_array_equal(out, (i ^ 5) * 3)
     np.testing.assert_array_equal(others, (i // 32 * 32 + 31 - i % 32) * 3)
-    np.testing.assert_array_equal(floats, (i ^ 16) / 2)
+    np.testing.assert_array_equal(floats, (i ^ 17) / 2)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -59,7 +59,7 @@ def test_float64_between_lanes_and_in_memory():
         values = local.array(3, np.dtype(np.float64))
         smem[2 * i], smem[2 * i + 1] = x[2 * i], x[2 * i + 1]
         ld_st.load_v2_f64(values, 1, shared.address(smem) + 16 * i)
-        values[1] = shfl.bfly_f64(values[1], 1)
+        values[1] = shfl.bfly_f64(shfl.idx_f64(values[1], i ^ 2), 3)
         values[2] = minmax.maximum_f64(values[2], 0.5)
         memory.store_v2_f64(memory.address(out, 2 * i), values, 1)
 
