@@ -174,30 +174,25 @@ class MmaBackwardConfig(Sums, Config):
 
     def shared_layout(self) -> Any:
         """In this order: the block's own tiles, for S and for dP (K and V, or Q and dO); the stages of the other side's
-        tiles; P and dS if warps exchange them; dQ if with_dq; the bias of a tile; lse and delta of the other side's
-        queries; a RowState for each own row (kernels/mma/backward_scores.py); the state of the block;
-        the end.
+        tiles; P and dS if warps exchange them, or for dQ; the bias of a tile; lse and delta of the other side's
+        queries; a RowState for each own row (kernels/mma/backward_scores.py); the state of the block; the end.
 
-        Gradients in 16 bits are staged over the own tiles; without dS there is no V, and dV is staged over K.
-        With only_tile dS overwrites V, whose rows no other warp reads, and dQ overwrites dO.
+        Without dS there is no V. With only_tile dS overwrites V, whose rows no other warp reads.
         """
         own_s, own_dp, other_s, other_dp = self.tiles()
-        own = dict(own_s=own_s, own_dp=own_dp) if self.of_ds else dict(own_s=max(own_s, own_dp), own_dp=0)
+        own = dict(own_s=own_s, own_dp=own_dp * self.of_ds)
         other, size = dict(other_s=self.stages * other_s, other_dp=self.stages * other_dp), self.item_size
         scores = self.own_rows * self.other_rows * size if size > 2 else tile_bytes(self.own_rows, self.other_rows)
         scores *= self.column_groups > 1 or self.with_dq
-        p, dq = scores * self.of_p * (size > 2), other_s * self.with_dq  # in 16 bits P and dS have one place
+        p = scores * self.of_p * (size > 2)  # in 16 bits P and dS have one place
         rows = self.stages * 2 * max(size, 4) * self.tile_m * self.of_keys
         bias = self.bias_boxes * tile_bytes(self.tile_m, self.tile_n)
         of_rows = (8 if self.of_keys else 16 * max(size // 4, 1)) * self.own_rows
         behind = dict(bias=bias, rows=rows, of_rows=of_rows, state=6 * 16)
         if self.only_tile:
-            places = own | dict(
-                own_dp=max(own_dp, scores), other_s=other_s, other_dp=max(other_dp, dq), p=0, ds=0, dq=0
-            )
-            plan = layout(**places, **behind)
-            return plan._replace(ds=plan.own_dp, dq=plan.other_dp)
-        return layout(**own, **other, p=p, ds=scores * self.of_ds, dq=dq, **behind)
+            plan = layout(**own | dict(own_dp=max(own_dp, scores)), **other, p=0, ds=0, **behind)
+            return plan._replace(ds=plan.own_dp)
+        return layout(**own, **other, p=p, ds=scores * self.of_ds, **behind)
 
 
 class MmaDkdvConfig(OfGradients, MmaBackwardConfig, kernel="mma_dkdv", module="mma.backward"):

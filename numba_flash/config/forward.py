@@ -312,7 +312,7 @@ class Config(LaunchFacts):
 
     @property
     def columns_in_order(self) -> bool:
-        """Whether a lane sums up two neighbouring columns of each 8 (kernels/steps/rows_wide.py)."""
+        """Whether a lane sums up two neighbouring columns of each 8 (kernels/steps/row_writers.py)."""
         return self.dtype == "float64"
 
     @property

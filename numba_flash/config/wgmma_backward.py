@@ -200,9 +200,8 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig, kernel="wgmma_dkdv", mod
         return -(-problem.forward.seqlen_k // self.tile_n)
 
     def _own_tile(self) -> dict[str, int]:
-        """dV alone needs no V, and is staged over K: the wider of them counts."""
-        made = super()._own_tile()
-        return made if self.of_dk else dict(own_a=max(made.values()), own_b=0)
+        """dV alone needs no V."""
+        return super()._own_tile() | ({} if self.of_dk else dict(own_b=0))
 
     @property
     def lse_delta_bytes(self) -> int:  # type: ignore[override]
@@ -345,7 +344,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig, kernel="wgmma_fused", module="wgmma.back
 
     @property
     def dq_part_bytes(self) -> int:  # type: ignore[override]
-        return 64 * 64 * (2 if self.key_tiles == 1 else 4)
+        return 64 * 64 * 4
 
     @property
     def in_order(self) -> bool:  # type: ignore[override]
@@ -354,7 +353,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig, kernel="wgmma_fused", module="wgmma.back
 
     @property
     def dq_places(self) -> int:  # type: ignore[override]
-        return 1 if self.key_tiles == 1 else self.KEPT if self.key_tiles else self.dq_stages
+        return self.KEPT if self.key_tiles > 1 else self.dq_stages
 
     @property
     def dq_stages(self) -> int:  # type: ignore[override]

@@ -1,9 +1,9 @@
 """Configs of the kernels that follow wgmma's backward: they round dQ, or add up parts of dK and dV."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, Config, layout, tile_bytes, tiles_by_bound, tiles_of_all
+from .forward import AnyProblem, Config, tiles_by_bound, tiles_of_all
 from .wgmma_backward import WgmmaDkdvConfig
 
 
@@ -18,8 +18,7 @@ class WgmmaRoundConfig(Config, kernel="wgmma_round", module="wgmma.backward_roun
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
 
-    def shared_layout(self) -> Any:
-        return layout(dq=tile_bytes(64, self.head_dim))
+    shared_bytes: ClassVar[int] = 0  # type: ignore[misc]
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
@@ -40,9 +39,7 @@ class WgmmaAddPartsConfig(Config, kernel="wgmma_add_parts", module="wgmma.backwa
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
 
-    def shared_layout(self) -> Any:
-        """dK and dV are staged there."""
-        return layout(dk=self.of_dk * tile_bytes(64, self.head_dim), dv=self.of_dv * tile_bytes(64, self.head_dim_v))
+    shared_bytes: ClassVar[int] = 0  # type: ignore[misc]
 
     def grid(self, problem: AnyProblem) -> int:
         return problem.forward.heads_kv * tiles_by_bound(problem.forward, 64, of_keys=True)

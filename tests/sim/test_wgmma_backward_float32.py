@@ -18,7 +18,7 @@ from numba import cuda
 
 from numba_flash import arrays, testing
 from numba_flash.kernels.recompute import keys as recompute_keys, queries as recompute_queries
-from numba_flash.kernels.steps import rows_wide
+from numba_flash.kernels.steps import row_writers
 from numba_flash.ptx.sim import block
 from numba_flash.ptx.sim.launch import run
 from numba_flash.select import backward_tiles as tiles
@@ -187,7 +187,7 @@ def test_a_row_of_a_gradient_is_written_whole_or_not_at_all(columns):
     acc[5, 1], acc[14, 6], acc[20, 2] = np.inf, np.nan, np.nan  # in rows 1, 11 and 13
     expected[12:] = 0
     expected[[1, 11, 15]] = -1
-    store = rows_wide.gradient_writer("float32", 16, 4, columns % 2 == 0)
+    store = row_writers.of_gradient("float32", 16, 4, columns % 2 == 0)
 
     def kernel(acc, target, found):
         lane = cuda.threadIdx.x

@@ -55,6 +55,7 @@ from . import (
     backward_of_queries,
     backward_own_dq,
     backward_scores,
+    gradient_rows,
     work_tile,
 )  # fmt: skip
 
@@ -77,8 +78,8 @@ def make(config):
     dv_count = strips * config.summed(config.head_dim_v_padded) // 2 if of_p else 1
     products = (backward_16bit if size == 2 else backward_fp32_fp64).make(config)
     add_ds, add_dv = products.adder(config.head_dim_padded), products.adder(config.head_dim_v_padded)
-    store_ds = products.storer(config.head_dim, config.head_dim_padded)
-    store_dv = products.storer(config.head_dim_v, config.head_dim_v_padded)
+    store_ds = gradient_rows.storer(config, config.head_dim, config.head_dim_padded)
+    store_dv = gradient_rows.storer(config, config.head_dim_v, config.head_dim_v_padded)
     walk, scores = (backward_of_keys if of_keys else backward_of_queries).make(config), backward_scores.make(config)
     read, kept_weight, delta_first = scores.read, scores.kept_weight, config.delta_first
     has_functions, has_mask_mod, chain = user.present(config), config.has("mask_mod"), fragments.chain(config)
@@ -225,8 +226,8 @@ def make(config):
 
     @inlined
     def write(acc_ds, acc_dv, smem, arrays, strides, sizes, score):
-        """Write the sums, in 16 bits by way of the place of the warp's own rows. Where they go comes from the state of
-        the block: kept in registers through the loop, it would take those that S needs."""
+        """Write the sums. Where they go comes from the state of the block: kept in registers through the loop, it would
+        take those that S needs."""
         work, nonfinite = walk.work_again(smem, arrays, strides, sizes), uint32(0)
         rows_left = counted = walk.rows_left(work)
         if of_keys:
@@ -234,14 +235,13 @@ def make(config):
                 rows_left = int32(min(sizes.seqlen_k - work.first_key, config.tile_n))
             if of_ds:
                 base, stride = key_row(strides.dk, work.sequence, work.h_kv, work.first_key), strides.dk[2]
-                nonfinite |= store_ds(acc_ds, score.scale, smem, arrays.dk, base, stride, rows_left, counted)
+                nonfinite |= store_ds(acc_ds, score.scale, arrays.dk, base, stride, rows_left, counted)
             if of_p:
                 base, stride = key_row(strides.dv, work.sequence, work.h_kv, work.first_key), strides.dv[2]
-                to = smem + int32(plan.own_dp if of_ds else 0)
-                nonfinite |= store_dv(acc_dv, real(1), to, arrays.dv, base, stride, rows_left, counted)
+                nonfinite |= store_dv(acc_dv, real(1), arrays.dv, base, stride, rows_left, counted)
         else:
             base, stride = query_row(strides.dq, work.sequence, work.h, work.first_query), strides.dq[2]
-            nonfinite |= store_ds(acc_ds, score.scale, smem, arrays.dq, base, stride, rows_left, counted)
+            nonfinite |= store_ds(acc_ds, score.scale, arrays.dq, base, stride, rows_left, counted)
         if groups > 1:
             products.sync_owners()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
@@ -316,9 +316,6 @@ def make(config):
                     whole = is_unmasked(tile, smem, arrays, strides)
 
         wait_all()
-        if config.with_dq:
-            cuda.syncthreads()  # all warps have read K for the last time
-        products.sync_owners()  # they have read their own rows for the last time
         write(registers.acc_ds, registers.acc_dv, smem, arrays, strides, sizes, score)
 
     return flash_attention_mma_backward

@@ -15,7 +15,6 @@ import functools
 from numba import float32, int32, uint32
 
 from ...ptx import bar, cvt, ld_st, ldmatrix, mma, special
-from ..steps import gradient_rows
 from ..steps.basics import chunk_pair, first_column_of, first_row_of, inlined, named, nothing, panel_offset
 
 
@@ -198,30 +197,8 @@ def make(config):
 
         return add
 
-    def storer(columns, padded):
-        in_order = columns if groups == 1 else config.group_columns
-        stage, store = gradient_rows.make(config.dtype, config.own_rows, config.warp_rows, in_order, columns % 8 == 0)
-
-        @inlined
-        def store_rows(sums, factor, staged, target, base, row_stride, rows_left, rows_that_count):
-            """Writes the warp's rows of a gradient, times factor, by way of the own tile at `staged`; base: where row 0
-            of the block's begins. Rows from rows_that_count on are 0. -> a bit for each row of the warp that is not
-            finite, and is not written."""
-            thread = special.thread_index()
-            column = first_column(thread)
-            lane, first_row = thread & int32(31), int32((thread >> int32(5 + shift)) * config.warp_rows)
-            tile, columns_left = staged + (column >> 6) * own_panel, int32(columns - column)
-            nonfinite = uint32(0)
-            if columns_left > 0:
-                nonfinite = stage(sums, factor, tile, first_row, lane, rows_that_count)
-                base += column
-                store(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, nonfinite)
-            return nonfinite
-
-        return store_rows
-
     return named(
-        load_own, round_row, adder, sync_owners, storer, lanes, scores_product, put,
+        load_own, round_row, adder, sync_owners, lanes, scores_product, put,
         multiply_s=multiplier(config.head_dim_padded, False),
         multiply_dp=multiplier(config.head_dim_v_padded, config.delta_first),
         to_operand=nothing,

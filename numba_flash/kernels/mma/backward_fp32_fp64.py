@@ -5,13 +5,12 @@ A warp multiplies its own rows with the rows of a tile that the block walks over
 or dS, which it has in registers, with such a tile.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 from numba import cuda, int32
 
 from ...ptx import special
-from ..steps import numbers, rows_wide
+from ..steps import numbers
 from ..steps.basics import inlined, lane_and_warp, named, nothing
 from . import exchanged_scores, products_float32, products_float64
 
@@ -102,7 +101,6 @@ def make(config):
         multiply_s=multiplier(of_s),
         multiply_dp=multiplier(of_dp),
         round_row=nothing,
-        storer=partial(storer, config),
         register=of_s.register,
         s_count=of_s.q_count,
         dp_count=of_dp.q_count,
@@ -111,25 +109,3 @@ def make(config):
         shared_type=numbers.of(config.compute_dtype).real,
         shared_count=config.strips * 8,
     )  # fmt: skip
-
-
-@inlined
-def none():
-    return int32(0)
-
-
-def storer(config, columns, padded, first_column=none):
-    """-> store, a device function, as of BackwardProducts but without staging, for a gradient of `columns` columns, of
-    which a warp has `padded` / groups. first_column: where the block's begin, if blocks share them."""
-    groups, shift, warp_rows = config.column_groups, config.column_groups.bit_length() - 1, config.warp_rows
-    blocks, vectorized = padded // groups // 8, columns * config.item_size % 16 == 0
-    store_rows = rows_wide.gradient_writer(config.dtype, warp_rows, blocks, vectorized, config.columns_in_order)
-
-    @inlined
-    def store(acc, factor, staged, target, base, row_stride, rows_left, counted):
-        lane, warp = lane_and_warp()
-        column, row = int32(first_column() + (warp & (groups - 1)) * (8 * blocks)), int32((warp >> shift) * warp_rows)
-        first, left = base + column + row * row_stride, (int32(rows_left - row), int32(counted - row))
-        return store_rows(acc, factor, lane, target, first, row_stride, *left, int32(columns - column))
-
-    return store

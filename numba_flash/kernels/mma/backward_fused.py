@@ -26,7 +26,7 @@ from ..recompute import keys as recompute
 from ..steps import async_tiles, block_state, lse_delta, sequence as sequences
 from ..steps.basics import divide, inlined
 from ..steps.sequence import key_row, lse_row, query_range, query_row
-from . import backward_dq_parts, backward_fp32_fp64, backward_fused_tile, shared_scores
+from . import backward_dq_parts, backward_fused_tile, gradient_rows, shared_scores
 from .backward_dq_parts import WORKERS, Walk
 from .backward_fused_tile import Registers
 
@@ -55,7 +55,7 @@ def make(config):
         return int32(cluster.rank() * padded) if paired else int32(0)
 
     dims = config.head_dim, config.head_dim_v
-    store_dk, store_dv = (backward_fp32_fp64.storer(config, columns, padded, own_column) for columns in dims)
+    store_dk, store_dv = (gradient_rows.storer(config, columns, padded, own_column) for columns in dims)
 
     @inlined
     def meet_all():
@@ -221,9 +221,9 @@ def make(config):
         rows_left = int32(min(sizes.seqlen_k - first_key, tile_n))
         keys_left = int32(min(sequence.keys - first_key, tile_n))
         base, stride = key_row(strides.dk, sequence, h_kv, first_key), strides.dk[2]
-        nonfinite = store_dk(registers.acc_dk, score.scale, k_smem, arrays.dk, base, stride, rows_left, keys_left)
+        nonfinite = store_dk(registers.acc_dk, score.scale, arrays.dk, base, stride, rows_left, keys_left)
         base, stride = key_row(strides.dv, sequence, h_kv, first_key), strides.dv[2]
-        nonfinite |= store_dv(registers.acc_dv, float64(1), k_smem, arrays.dv, base, stride, rows_left, keys_left)
+        nonfinite |= store_dv(registers.acc_dv, float64(1), arrays.dv, base, stride, rows_left, keys_left)
         if paired:
             cluster.sync()
         else:

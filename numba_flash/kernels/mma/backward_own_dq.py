@@ -9,7 +9,7 @@ from numba import float32, int32, int64, uint32
 
 from ...ptx import ldmatrix, local, memory, mma, special
 from ..recompute import queries as recompute_queries
-from ..steps import gradient_rows
+from ..steps import row_writers
 from ..steps.basics import chunk_pair, first_column_of, first_row_of, inlined, named, panel_offset
 from ..steps.sequence import QueryTile, query_row
 from . import backward_16bit
@@ -21,7 +21,7 @@ def make(config):
     columns, panel = config.head_dim_padded, config.tile_n * 128  # K and dS^T have panels of the same rows
     count = columns // 2
     multiply = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
-    stage, store = gradient_rows.make(config.dtype, config.tile_m, 16, config.head_dim, config.head_dim % 8 == 0)
+    store = row_writers.of_gradient(config.dtype, 16, columns // 8, config.head_dim % 8 == 0)
     recompute = recompute_queries.make(config, of_keys=True, of_dbias=config.with_dbias)
 
     @inlined
@@ -70,10 +70,10 @@ def make(config):
         if config.with_dbias:
             of_head = sequence.b * strides.dbias[0] + h * strides.dbias[1]
         while strip < strips:
-            at, first_row = k_smem + int32(plan.dq), int32(16 * strip)
+            first_row, left = int32(16 * strip), int32(rows_left - 16 * strip)
             multiply_strip(acc, k_smem, strip, lane, int32(first_query + first_row), of_head, arrays, strides, sizes)
-            nonfinite = stage(acc, score.scale, at, first_row, lane, rows_left)
-            store(at, first_row, lane, arrays.dq, to, strides.dq[2], rows_left, config.head_dim, nonfinite)
+            first, by = to + first_row * strides.dq[2], strides.dq[2]
+            nonfinite = store(acc, score.scale, lane, arrays.dq, first, by, left, left, int32(config.head_dim))
             if nonfinite != 0:
                 tile = QueryTile(sequence.b, h, first_query, int32(0))
                 recompute(nonfinite, first_row, lane, tile, arrays, strides, sizes, score)

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, griddepcontrol, local, special, wgmma
+from ...ptx import griddepcontrol, local, special, wgmma
 from ..score import aux_gradient, fragments
 from ..steps.basics import FALSE, inlined, named, nothing
 from . import (
@@ -243,9 +243,8 @@ def make(config):
         if config.wanted_aux:
             aux.finish_warp(run, arrays, sizes)
 
-        bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
         if of_keys:
-            write_keys(base, base, acc_a, acc_b, arrays, strides, sizes, score)
+            write_keys(base, acc_a, acc_b, arrays, strides, sizes, score)
         else:
             write_queries(base, acc_a, arrays, strides, sizes, score)
 

@@ -4,19 +4,19 @@ Parts are added in the order of their heads, so equal calls give equal bits.
 
 All threads wait for the previous kernel before they read any sums. That kernel has waited for those before it.
 
-Launch: grid (batch * heads_kv * tiles of 64 keys), block (128), config.shared_bytes of dynamic shared memory; dk_sums
+Launch: grid (batch * heads_kv * tiles of 64 keys), block (128); dk_sums
 (batch * heads_kv * parts, key tiles, tile_n / 64, head_dim_padded / 8, 128, 4) in the layout of the registers, and
 dv_sums likewise. dk and dv are contiguous.
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import griddepcontrol, local, memory, special
 from ..steps.basics import divide, inlined, parts_of
 from ..steps.sequence import make as make_sequence
 from . import backward_key_outputs
-from .block import aligned, clear
+from .block import clear
 
 
 def make(config):
@@ -25,7 +25,7 @@ def make(config):
     dk_blocks, dv_blocks = -(-config.head_dim // 16) * 2, -(-config.head_dim_v // 16) * 2
     dk_count, dv_count = 4 * dk_blocks if config.of_dk else 1, 4 * dv_blocks if config.of_dv else 1
     sequence_of = make_sequence(config)
-    write = backward_key_outputs.make(config, 64, 0, config.shared_layout().dv)
+    write = backward_key_outputs.make(config, 64)
 
     def adder(blocks, padded):
         @inlined
@@ -45,7 +45,6 @@ def make(config):
 
     @cuda.jit
     def add_parts(arrays, strides, sizes, score):
-        base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
         acc_dk = local.array(dk_count, float32)  # (head_dim / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v / 8, 4)
         thread, block = special.thread_index(), special.block_index()
@@ -65,6 +64,6 @@ def make(config):
         if config.of_dv:
             add_dv(acc_dv, arrays.dv_sums, head_of_all * parts, parts, tiles, tile, thread)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
-        write(base, acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
+        write(acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return add_parts

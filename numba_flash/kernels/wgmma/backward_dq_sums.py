@@ -13,7 +13,7 @@ from numba import float32, int32, int64, uint32
 
 from ...ptx import bar, fence, ld_st, local, memory, special, tma, vote
 from ..recompute import queries as recompute
-from ..steps import elements, gradient_rows, tile_numbers
+from ..steps import elements, row_writers, tile_numbers
 from ..steps.basics import divide, inlined, parts_before
 from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import QueryTile, query_row
@@ -180,7 +180,7 @@ def of_all_keys(config):
     of_warp = config.tile_m // (4 * config.consumers)
     dq_at, part_bytes = config.shared_layout().dq, config.dq_part_bytes
     own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
-    stage, store = gradient_rows.make(config.dtype, 64, 16, 64, config.head_dim % 8 == 0)
+    store = row_writers.of_gradient(config.dtype, 16, 8, config.head_dim % 8 == 0)
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
     recompute_queries, find_nonfinite = recompute.make(config, of_keys=True), nonfinite_finder(config)
     state, queries_of = block.state_of(config), block.sequence_of_work(config, queries=True)
@@ -197,19 +197,17 @@ def of_all_keys(config):
         return h, int32(i * config.tile_m)
 
     @inlined
-    def write(own, place, acc_dq, me, n, arrays, strides, sizes, score):
-        """Writes acc_dq (8, 4): 64 columns of 64 queries of the n-th tile. place: where the warpgroup stages rows."""
+    def write(own, acc_dq, me, n, arrays, strides, sizes, score):
+        """Writes acc_dq (8, 4): 64 columns of 64 queries of the n-th tile."""
         thread = special.thread_index() & int32(127)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         h, first_query = tile_of(own, n)
         first_query, first_column = int64(first_query + me * own_queries), me * own_columns
         sequence = queries_of(own, arrays, strides, sizes)
-        queries_left = int32(min(sequence.seqlen_q - first_query, 64))
-        bar.warp_sync()  # all lanes have read the last rows
-        nonfinite = stage(acc_dq, score.scale, place, first_row, lane, queries_left)
-        to, row = query_row(strides.dq, sequence, h, first_query) + first_column, strides.dq[2]
+        left = int32(min(sequence.seqlen_q - first_query, 64) - first_row)
+        to, row = query_row(strides.dq, sequence, h, first_query + first_row) + first_column, strides.dq[2]
         columns_left = int32(config.head_dim - first_column)
-        store(place, first_row, lane, arrays.dq, to, row, queries_left, columns_left, uint32(0))
+        nonfinite = store(acc_dq, score.scale, lane, arrays.dq, to, row, left, left, columns_left)
         if nonfinite != 0 and lane == 0:
             state.write(own, nonfinite_word, 1)
 
@@ -220,7 +218,7 @@ def of_all_keys(config):
         own: the base, for words of the key tile."""
         n = int32(n - before)
         if key_tiles == 1:
-            write(own, base + dq_at + me * part_bytes, acc_dq, me, n, arrays, strides, sizes, score)
+            write(own, acc_dq, me, n, arrays, strides, sizes, score)
             return
         four = local.array(4, uint32)
         thread = special.thread_index() & int32(127)
@@ -237,8 +235,8 @@ def of_all_keys(config):
                 for x in range(4):
                     four[x] = acc_dq[4 * chunk + x].view(np.uint32)
                 ld_st.store_v4(mine + chunk * chunk_bytes, four, 0)
-        else:  # 16 rows of 128 bytes a warp
-            write(own, place + warp * (warp_bytes - 16 * 128), acc_dq, me, n, arrays, strides, sizes, score)
+        else:
+            write(own, acc_dq, me, n, arrays, strides, sizes, score)
 
     @inlined
     def repair(own, steps, arrays, strides, sizes, score):

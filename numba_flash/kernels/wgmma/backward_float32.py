@@ -27,7 +27,7 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import cluster, local, memory, special
 from ..recompute import keys as recompute_keys, queries as recompute_queries
-from ..steps import lse_delta, rows_wide
+from ..steps import lse_delta, row_writers
 from ..steps.basics import divide, first_column_of, first_row_of, inlined
 from ..steps.sequence import QueryTile, key_row, lse_row, query_row
 from . import backward_producer_float32, backward_scores_float32, backward_tiles_float32, backward_work, block
@@ -73,7 +73,7 @@ def make(config):
     def writer(head_dim, padded, recompute):
         """-> write, a device function for one gradient."""
         # In a pair a block has a part of the columns: the first one those up to `padded`.
-        store = rows_wide.gradient_writer("float32", 16, padded // 8, head_dim % 2 == 0)
+        store = row_writers.of_gradient("float32", 16, padded // 8, head_dim % 2 == 0)
 
         @inlined
         def write(base, acc, factor, target, of_target, arrays, strides, sizes, score):

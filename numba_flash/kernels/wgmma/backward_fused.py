@@ -23,7 +23,7 @@ Where weights are dropped, those of the next tile are found during its S and thi
 mask. The single kernel and the adding role are those of FlashAttention-3 (Shah et al., 2024).
 
 With config.stays a block processes one tile of keys after another (backward_block_tiles). The first Q, K and V of the
-next tile arrive while consumers round dK and dV of this one, which are staged in the place of dS.
+next tile arrive while consumers write dK and dV of this one.
 
 The previous kernel may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so
 all threads wait for it before the block takes its ticket. With config.key_tiles no block takes one: K, V, dO and the
@@ -250,25 +250,9 @@ def make(config):
         issue_dq(base, tile.acc_dp, consumer.me, n)  # not before, since its sums take the registers of P and dS
 
     @inlined
-    def finish_keys(base, own, me, n, steps, acc_dk, acc_dv, arrays, strides, sizes, score):
-        """Writes dK and dV of the key tile; n: of the query tile after its last one; steps: how many it has met."""
-        if stays:
-            if boxed:  # in place of the last dS: the next bias may come to the other already
-                bar.sync(3, all_consumers)  # the dQ of both is there
-                place = base + ((n - 1) & 1) * ds_bytes + me * (64 * 128)
-            elif one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
-                place = base + (n & 1) * ds_bytes + me * (64 * 128)
-            else:  # in place of the warpgroup's own panels of both
-                bar.sync(3, all_consumers)  # the dQ of both is there
-                place = base
-            write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
-            bar.sync(me + 1, 128)  # all four warps have read it
-            if boxed:
-                fence.proxy_async()
-                rings.b.consumer_release(base, int32(n - 1), block.elected())
-        else:
-            bar.sync(3, all_consumers)  # both warpgroups have read K and V for the last time
-            write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
+    def finish_keys(own, steps, acc_dk, acc_dv, arrays, strides, sizes, score):
+        """Writes dK and dV of the key tile; steps: how many query tiles it has met."""
+        write_gradients(own, acc_dk, acc_dv, arrays, strides, sizes, score)
         if all_keys and word(own, FIRST_ROW) == 0:  # this is the last key tile
             bar.sync(3, all_consumers)  # all of dQ is written
             repair_dq(own, steps, arrays, strides, sizes, score)
@@ -343,9 +327,11 @@ def make(config):
             pin_dq(acc_dq)
             if stays:
                 rings.own.consumer_release(base, w, elected)
+                if boxed:
+                    rings.b.consumer_release(base, int32(n - 1), elected)  # its bias lay in the place of the last dS
             if n > before:
                 leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
-            finish_keys(base, own, me, n, int32(end - before), acc_dk, acc_dv, arrays, strides, sizes, score)
+            finish_keys(own, int32(end - before), acc_dk, acc_dv, arrays, strides, sizes, score)
             tiles.leave(base, w)
             w = int32(w + 1)
 

@@ -6,9 +6,9 @@ dK is multiplied by scale. Where weights are dropped, dV is multiplied by how of
 import numpy as np
 from numba import float32, int32, int64, uint32
 
-from ...ptx import bar, local, memory, special
+from ...ptx import local, memory, special
 from ..recompute import keys as recompute
-from ..steps import gradient_rows
+from ..steps import row_writers
 from ..steps.basics import divide, inlined
 from ..steps.sequence import key_row
 from . import block
@@ -16,36 +16,30 @@ from .backward_work import head_parts_of
 from .block import FIRST_ROW, H_KV, PART, B, rows_of_lane
 
 
-def make(config, rows, dk_at, dv_at):
-    """-> write, a device function. rows: keys of the tile; dk_at, dv_at: where in shared memory the gradients are
-    staged, in bytes from `base`."""
-    stage_dk, store_dk = gradient_rows.make(config.dtype, rows, 16, config.head_dim, config.head_dim % 8 == 0)
-    stage_dv, store_dv = gradient_rows.make(config.dtype, rows, 16, config.head_dim_v, config.head_dim_v % 8 == 0)
+def make(config, rows):
+    """-> write, a device function. rows: keys of the tile."""
+    store_dk, store_dv = (
+        row_writers.of_gradient(config.dtype, 16, -(-columns // 16) * 2, columns % 8 == 0)
+        for columns in (config.head_dim, config.head_dim_v)
+    )
     recompute_keys, drops = recompute.make(config, config.of_dk, config.of_dv), config.seeded
-    in_turn, warp_sync = config.of_dk and config.of_dv and dk_at == dv_at, bar.warp_sync
 
     @inlined
-    def write(base, acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score):
+    def write(acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score):
         """A warp writes its rows of the tile at first_key; the first of them is first_row."""
-        keys_left = int32(min(sequence.keys - first_key, rows))
+        first = first_key + first_row
+        keys_left = int32(min(sequence.keys - first_key, rows)) - first_row
         rows_left = keys_left  # outside.py writes what is behind the valid keys of packed sequences
         if not config.packed:
-            rows_left = int32(min(sizes.seqlen_k - first_key, rows))
-        nonfinite = uint32(0)
-        kept_count = score.kept_count if drops else float32(1)
+            rows_left = int32(min(sizes.seqlen_k - first_key, rows)) - first_row
+        nonfinite, left = uint32(0), (int32(rows_left), int32(keys_left))
         if config.of_dk:
-            nonfinite |= stage_dk(acc_dk, score.scale, base + dk_at, first_row, lane, keys_left)
-        if config.of_dv and not in_turn:
-            nonfinite |= stage_dv(acc_dv, kept_count, base + dv_at, first_row, lane, keys_left)
-        if config.of_dk:
-            to, row = key_row(strides.dk, sequence, h_kv, first_key), strides.dk[2]
-            store_dk(base + dk_at, first_row, lane, arrays.dk, to, row, rows_left, config.head_dim, nonfinite)
-        if in_turn:
-            warp_sync()  # all lanes have read dK
-            nonfinite |= stage_dv(acc_dv, kept_count, base + dv_at, first_row, lane, keys_left)
+            to, row = key_row(strides.dk, sequence, h_kv, first), strides.dk[2]
+            nonfinite |= store_dk(acc_dk, score.scale, lane, arrays.dk, to, row, *left, int32(config.head_dim))
         if config.of_dv:
-            to, row = key_row(strides.dv, sequence, h_kv, first_key), strides.dv[2]
-            store_dv(base + dv_at, first_row, lane, arrays.dv, to, row, rows_left, config.head_dim_v, nonfinite)
+            to, row = key_row(strides.dv, sequence, h_kv, first), strides.dv[2]
+            kept_count = score.kept_count if drops else float32(1)
+            nonfinite |= store_dv(acc_dv, kept_count, lane, arrays.dv, to, row, *left, int32(config.head_dim_v))
         if nonfinite != 0:
             recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
@@ -54,14 +48,8 @@ def make(config, rows, dk_at, dv_at):
 
 def of_block(config):
     """-> write_gradients, a device function of a consumer warpgroup of a block that owns keys."""
-    plan, tile_n, sequence_of = config.shared_layout(), config.tile_n, block.sequence_of_work(config)
-    word = block.state_of(config).read
-    # If the next K and V arrive meanwhile, dK and dV are staged in the place of dS. Up to 64 columns they lie side by
-    # side in one of its two buffers; above that one follows the other, each with a panel in both buffers.
-    places = (plan.own_a, plan.own_b if config.of_dk else plan.own_a)
-    if config.stays:
-        places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
-    write_outputs = make(config, tile_n, *places)
+    tile_n, sequence_of, word = config.tile_n, block.sequence_of_work(config), block.state_of(config).read
+    write_outputs = make(config, tile_n)
 
     @inlined
     def leave_sums(own, acc, blocks, sums, sizes):
@@ -77,13 +65,8 @@ def of_block(config):
             memory.store_v4(memory.address(sums, at + column * 512), four, 0)
 
     @inlined
-    def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
-        """Writes dK and dV to global memory, staged in the place of the warpgroup's own rows of K and V. If other
-        blocks have other heads of the group, writes their sums instead. place: the base, moved to the dS whose place
-        they take.
-
-        All threads that read these rows must have done so.
-        """
+    def write_gradients(own, acc_dk, acc_dv, arrays, strides, sizes, score):
+        """Writes dK and dV, or their sums if other blocks have other heads of the group."""
         if config.members:
             if config.of_dk:
                 leave_sums(own, acc_dk, config.head_dim_padded // 8, arrays.dk_sums, sizes)
@@ -92,6 +75,6 @@ def of_block(config):
         else:
             sequence = sequence_of(own, arrays, strides, sizes)
             place_of_tile = sequence, word(own, H_KV), word(own, FIRST_ROW)
-            write_outputs(place, acc_dk, acc_dv, *rows_of_lane(), *place_of_tile, arrays, strides, sizes, score)
+            write_outputs(acc_dk, acc_dv, *rows_of_lane(), *place_of_tile, arrays, strides, sizes, score)
 
     return write_gradients

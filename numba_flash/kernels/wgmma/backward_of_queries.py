@@ -6,7 +6,7 @@ from numba import float32, int32
 
 from ..recompute import queries as recompute
 from ..score import tile_walk
-from ..steps import gradient_rows, lse_delta
+from ..steps import lse_delta, row_writers
 from ..steps.basics import first_row_of, inlined, named
 from ..steps.sequence import QueryTile, query_row
 from . import block
@@ -60,21 +60,20 @@ def load_rows(config):
 
 def writer(config):
     """-> write(base, acc_dq, arrays, strides, sizes, score), a device function of a consumer warpgroup."""
-    tile_m, head_dim, own_at = config.tile_m, config.head_dim, config.shared_layout().own_a
+    tile_m, head_dim = config.tile_m, config.head_dim
     word, queries_of = block.state_of(config).read, block.sequence_of_work(config, queries=True)
-    stage, store = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
+    store = row_writers.of_gradient(config.dtype, 16, -(-head_dim // 16) * 2, head_dim % 8 == 0)
     recompute_queries = recompute.make(config)
 
     @inlined
     def write(base, acc_dq, arrays, strides, sizes, score):
-        """Stages dQ in the place of the warpgroup's own rows of Q, and writes it from there to global memory."""
+        """A warp writes its rows of dQ."""
         first_row, lane = rows_of_lane()
         own = QueryTile(word(base, B), word(base, H), word(base, FIRST_ROW), int32(0))
         sequence = queries_of(base, arrays, strides, sizes)
-        queries_left = int32(min(sequence.seqlen_q - own.first_query, tile_m))
-        nonfinite = stage(acc_dq, score.scale, base + own_at, first_row, lane, queries_left)
-        to, row = query_row(strides.dq, sequence, own.h, own.first_query), strides.dq[2]
-        store(base + own_at, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
+        left = int32(min(sequence.seqlen_q - own.first_query, tile_m) - first_row)
+        to, row = query_row(strides.dq, sequence, own.h, own.first_query + first_row), strides.dq[2]
+        nonfinite = store(acc_dq, score.scale, lane, arrays.dq, to, row, left, left, int32(head_dim))
         if nonfinite != 0:
             recompute_queries(nonfinite, first_row, lane, own, arrays, strides, sizes, score)
 

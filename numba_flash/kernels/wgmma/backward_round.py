@@ -4,23 +4,23 @@ has several sums, which are added up first, the line of the first part before th
 All threads wait for wgmma/backward_fused before they read what it wrote. It has waited for the kernel that wrote lse
 and delta.
 
-Launch: grid (batch * heads * tiles of 64 queries), block (128), config.shared_bytes of dynamic shared memory. The sums
+Launch: grid (batch * heads * tiles of 64 queries), block (128). The sums
 are in the layout of the registers: a thread reads what one thread wrote. dq is contiguous.
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import griddepcontrol, local, memory, special
 from ..recompute import queries as recompute
-from ..steps import gradient_rows, tile_numbers
+from ..steps import row_writers, tile_numbers
 from ..steps.basics import divide, inlined
 from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import QueryTile, key_range, make as make_sequence, query_row
 from . import backward_dq_sums
 from .backward_dq_alone import WRITTEN, present
 from .backward_dq_sums import TURN
-from .block import aligned, clear
+from .block import clear
 
 
 def make(config):
@@ -28,7 +28,7 @@ def make(config):
     columns, head_blocks = config.dq_columns // 8, -(-config.head_dim // 16) * 2
     dq_count = 4 * head_blocks
     sequence_of, alone = make_sequence(config), present(config)
-    stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
+    store_dq = row_writers.of_gradient(config.dtype, 16, head_blocks, config.head_dim % 8 == 0)
     recompute_queries = recompute.make(config, of_keys=True)
     find_nonfinite = backward_dq_sums.nonfinite_finder(config)
     numbers = tile_numbers.make(config, config.tile_m, False) if config.packed else None
@@ -80,7 +80,6 @@ def make(config):
     def round_dq(arrays, strides, sizes, score):
         if config.packed:  # outside runs behind
             griddepcontrol.launch_dependents()
-        tile_at = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
         acc_dq = local.array(dq_count, float32)  # (head_dim / 8, 4)
         four = local.array(4, uint32)
         thread = special.thread_index()
@@ -113,10 +112,9 @@ def make(config):
                     for x in range(4):
                         acc_dq[4 * n + x] += four[x].view(np.float32)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
-        queries_left = int32(min(sequence.seqlen_q - first_query, 64))
-        nonfinite = stage_dq(acc_dq, score.scale, tile_at, first_row, lane, queries_left)
-        to, row = query_row(strides.dq, sequence, h, first_query), strides.dq[2]
-        store_dq(tile_at, first_row, lane, arrays.dq, to, row, queries_left, config.head_dim, nonfinite)
+        left = int32(min(sequence.seqlen_q - first_query, 64) - first_row)
+        to, row = query_row(strides.dq, sequence, h, first_query + first_row), strides.dq[2]
+        nonfinite = store_dq(acc_dq, score.scale, lane, arrays.dq, to, row, left, left, int32(config.head_dim))
         if nonfinite != 0:
             query_tile = QueryTile(sequence.b, h, first_query, int32(0))
             recompute_queries(nonfinite, first_row, lane, query_tile, arrays, strides, sizes, score)
