@@ -15,11 +15,12 @@ from .basics import first_column_of, first_row_of, inlined
 from .repeated import repeated
 
 
-def writer(dtype, blocks, vectorized, columns_in_order=True):
+def writer(dtype, blocks, vectorized, columns_in_order=True, every_row=False):
     """-> write, a device function, for rows of `blocks` times 8 columns. vectorized: columns are neighbours, and rows
-    begin and end at multiples of what the lane writes at a time: 16 bytes, or in float32 two columns in order."""
+    begin and end at multiples of what the lane writes at a time: 16 bytes, or in float32 two columns in order.
+    every_row: in 16 bits, also those that are not finite."""
     if dtype in ("float16", "bfloat16"):
-        return _in_16_bits(dtype, blocks, vectorized)
+        return _in_16_bits(dtype, blocks, vectorized, every_row)
     scale_row = _row_scaler(dtype, blocks)
     write_row = _row_writer(dtype, blocks, vectorized, columns_in_order)
 
@@ -35,7 +36,7 @@ def writer(dtype, blocks, vectorized, columns_in_order=True):
     return write
 
 
-def _in_16_bits(dtype, blocks, vectorized):
+def _in_16_bits(dtype, blocks, vectorized, every_row):
     words_of_row = (blocks + 3) // 4 * 4  # one for each block
     pack = cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
 
@@ -82,7 +83,7 @@ def _in_16_bits(dtype, blocks, vectorized):
     def write(acc, r, factor, counts, lane, exists, target, row_at, column_stride, columns_left):
         """The same."""
         words, finite = local.array(words_of_row, uint32), is_finite(acc, r) or not counts
-        here = exists and finite
+        here = exists and (finite or every_row)
         if vectorized:
             for n in range(words_of_row):
                 words[n] = pair_of(acc, r, factor, counts, n)
@@ -178,9 +179,9 @@ def of_warp(nonfinite):
     return nonfinite
 
 
-def of_gradient(dtype, warp_rows, blocks, vectorized, columns_in_order=True):
+def of_gradient(dtype, warp_rows, blocks, vectorized, columns_in_order=True, every_row=False):
     """-> store, a device function, for a gradient of which a warp has warp_rows rows of `blocks` times 8 columns."""
-    write = writer(dtype, blocks, vectorized, columns_in_order)
+    write = writer(dtype, blocks, vectorized, columns_in_order, every_row)
 
     @inlined
     def store_row(r, found, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count, columns_left):
@@ -196,7 +197,7 @@ def of_gradient(dtype, warp_rows, blocks, vectorized, columns_in_order=True):
         """Writes factor times the warp's rows, and zeros from row rows_that_count on. The first row begins at element
         `base`; rows_left and columns_left exist from there on.
 
-        -> a bit for each row that is not finite and so is not stored; the same in all lanes.
+        -> a bit for each row that is not finite and so, without every_row, is not stored; the same in all lanes.
         """
         found = local.array(1, uint32)
         found[0] = uint32(0)

@@ -180,7 +180,7 @@ def of_all_keys(config):
     of_warp = config.tile_m // (4 * config.consumers)
     dq_at, part_bytes = config.shared_layout().dq, config.dq_part_bytes
     own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
-    store = row_writers.of_gradient(config.dtype, 16, 8, config.head_dim % 8 == 0)
+    store = row_writers.of_gradient(config.dtype, 16, 8, config.head_dim % 8 == 0, every_row=True)
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
     recompute_queries, find_nonfinite = recompute.make(config, of_keys=True), nonfinite_finder(config)
     state, queries_of = block.state_of(config), block.sequence_of_work(config, queries=True)
