@@ -119,7 +119,7 @@ def check_ends(module):
 
 
 def check_tiles(kernel, q, k, v, tile, causal=False):
-    """What each row holds after each tile, from the kernel's `# watch:` comment; then o."""
+    """Compares the variables of each row after each tile, from the kernel's `# watch:` comment; then o."""
     o, right = np.empty_like(q), tiles(q, k, v, tile, causal)
     with watch(kernel) as seen:
         launched(kernel, o, q, k, v, threads=len(q))
@@ -139,6 +139,8 @@ def check_tiles(kernel, q, k, v, tile, causal=False):
         if before == -math.inf:
             why["l"] = "nothing was before this tile, so l is the sum of its weights p."
             why["acc"] = "nothing was before this tile, so acc is the sum of its p * v, not divided yet."
+            if l == math.inf:
+                why["l"] = "m was -inf before this tile, and e^(s - -inf) is inf. From which maximum is p measured?"
         for name, got, wanted in zip(("alpha", "l", "acc"), (alpha, l, acc), rest, strict=True):
             shown, must = (np.array2string(np.asarray(x, np.float64), precision=4).strip(".") for x in (got, wanted))
             expect(close(got, wanted).all(), f"{at}: {name} is {shown}, must be {must}: {why[name]}")

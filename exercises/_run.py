@@ -42,10 +42,18 @@ MEANINGS = (
     ),
 )
 
+WRONG_PARITY = (
+    "mbarrier.wait goes on at once if the phase of that parity has ended: did the wait before that line wait?"
+)
+
 # What Python raises, and what it means in a kernel.
 REASONS = (
     (IndexError, "The index lies past the end of the array. Which threads, rows or keys do not exist?"),
-    (OverflowError, "e^x is too large. On a GPU it is inf, with no error. Which maximum must be subtracted first?"),
+    (
+        OverflowError,
+        "e^x is too large. On a GPU it is inf, with no error. x must be at most 0: which maximum is subtracted here, "
+        "and from what?",
+    ),
     (ZeroDivisionError, "On a GPU x / 0 is inf or NaN, with no error. What is 0 at this line?"),
 )
 
@@ -115,6 +123,8 @@ def said_by(error, path):
     text = named_barriers(re.sub(r"/\S*/", "", str(error)), path)  # without folders
     meanings = [meaning for said, meaning in MEANINGS if said in text]
     if text.startswith("block ("):  # the simulator's own messages name line and thread
+        if "no barrier in between" in text and "mbarrier.wait(" in path.read_text():
+            meanings = [WRONG_PARITY]
         return "\n".join([text, *meanings[:1]])
     kind = type(error).__name__
     thread = re.match(r"tid=\[(\d+), 0, 0\] ctaid=\[(\d+), 0, 0\](?:: )?(.*)", text, re.DOTALL)

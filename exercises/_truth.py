@@ -1,4 +1,4 @@
-"""What is right, in float64; and problems to try it on."""
+"""The right results, in float64, and random problems."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a check says of a result that is wrong."""
+"""The error that a check raises for a wrong result."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def expect(condition, text):
 
 
 def as_array(what, got, shape):
-    """What a function of the student's returned, as an array of that shape."""
+    """The result of a student's function, as an array of that shape."""
     nothing = got is None or isinstance(got, (tuple, list)) and any(x is None for x in got)
     expect(not nothing, f"{what} is {got}: is a `return` missing?")
     try:

@@ -1,5 +1,5 @@
-"""gpu_check on several GPUs: context_parallel_attention of one process a GPU, over NCCL, beside one GPU. Where there is
-one GPU, two ranks are threads (_gpu_thread_ranks.py).
+"""gpu_check on several GPUs: context_parallel_attention of one process a GPU, over NCCL and by copy engines, beside one
+GPU. Where there is one GPU, two ranks are threads (_gpu_thread_ranks.py).
 
 Each rank computes the whole problem on its own GPU, too. o, lse and dq must have its bits where that is promised
 (docs/context_parallel.md), dk and dv must be close, and a second call must repeat all bits. Memory that is handed out
@@ -28,6 +28,7 @@ from numba_flash.distributed import (
     Layout,
     context_parallel_attention,
     context_parallel_attention_kvcache,
+    peer_group,
     shard,
     unshard,
 )
@@ -69,6 +70,9 @@ CASES = {
     "ring, window, sinks": (5000, 64, "float16", (), dict(window=(700, 0), sinks=True, method="ring")),
     "ranks without tokens": (1, 128, "bfloat16", (), dict(causal=True)),
 }  # fmt: skip
+
+
+PEERS, PEERS_MEMORY = "peers: ", 4 << 20  # before a case's name: by copy engines, through slots that are used again
 
 
 def inputs(case, device):
@@ -151,7 +155,7 @@ def run(case, group, kernel, device):
     equal = [name for name, x, y in zip(names, whole, expected, strict=True) if torch.equal(x, y)]
     missing = [name for name in CASES[case][3] if name not in equal]
     assert not missing, f"{missing} have other bits than one GPU"
-    return f"{case}: bits of one GPU in {' '.join(equal) or 'none'}"
+    return f"{case}: {group_of(group).transport}: bits of one GPU in {' '.join(equal) or 'none'}"
 
 
 def _traced(work):
@@ -253,8 +257,11 @@ def check_step(group, device):
 class Hollow(Group):
     """A rank to which nothing comes: to compile what it will run, in one process."""
 
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
+    def __init__(self, rank, size, views=False):
+        self.rank, self.size, self.views = rank, size, views
+
+    def takes_views(self, like):
+        return self.views
 
     def send_recv(self, sends, receives, then=None):
         for x in (x for listed in receives.values() for x in listed):
@@ -296,8 +303,9 @@ def run_hollow(case, kernel):
         return
     given, options, ranks = inputs(case, device)
     one_gpu(given, options, ranks.get("cu_seqlens"), kernel)
-    for rank in range(_size()):
-        of_ranks(given, options, ranks, Hollow(rank, _size()), kernel)
+    for views in (False, True):
+        for rank in range(_size()):
+            of_ranks(given, options, ranks, Hollow(rank, _size(), views), kernel)
 
 
 def serve(rank, size, port, kernel, pipe, log):
@@ -313,9 +321,14 @@ def serve(rank, size, port, kernel, pipe, log):
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
     pipe.send("ready")
+    peers = None
     while (case := pipe.recv()) is not None:
         try:
-            pipe.send((True, run(case, dist.group.WORLD, kernel, device)))
+            if case.startswith(PEERS):
+                peers = peers or peer_group(dist.group.WORLD, memory=PEERS_MEMORY)
+                assert peers.transport == "copy engines", peers.transport
+            group = peers if case.startswith(PEERS) else dist.group.WORLD
+            pipe.send((True, run(case.removeprefix(PEERS), group, kernel, device)))
         except Exception as error:  # of any kind: it is the case's
             traceback.print_exc(file=traces)
             traces.flush()
@@ -422,6 +435,7 @@ def check(kernel, options, tools):
     compile_ahead(configs_of(functools.partial(run_hollow, case, kernel) for case in cases))
     if Ahead.only:
         return Ahead.note
+    cases += [PEERS + case for case in cases] if _devices() > 1 else []
     ranks, passed, failed, log = None, 0, [], tempfile.mktemp("-ranks.txt")
     for case in cases:
         began, hangs = time.monotonic(), False

@@ -9,10 +9,10 @@ import os
 from typing import Any
 
 from ..config.forward import Config
+from ..dispatch.simulated import simulated_seconds
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME
-from ..select.cost_model import simulated_seconds
 from ..select.forward import Choice, config_of, refusal
 from ..select.rungs import GPU as ON_GPU, RUNGS, comes_first, preferred
 from .measured import CALL_MICROSECONDS, CPU_GFLOPS, GPU, MULTIPROCESSORS, TFLOPS

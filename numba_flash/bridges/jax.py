@@ -42,12 +42,11 @@ from ..problem.options import (
 )
 from ..problem.strides import contiguous_strides
 from ..select import rungs
-from ..select.rungs import kernel_of_backward
 from . import jax_seed, jax_sharding
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 from .jax_varying import axes_of, varying
-from .static_call import StaticCall
+from .static_call import StaticCall, kernel_of_backward
 
 OPERANDS = ("q", "k", "v", *ARRAY_NAMES)  # the operation's possible operands
 NO_ARRAYS = (None,) * len(OPTION_ARRAYS)

@@ -7,6 +7,7 @@ from ..dispatch.call import PlanKey
 from ..functions.arguments import reads_argument
 from ..problem.option_checks import ARGUMENTS
 from ..problem.options import FUNCTIONS, Options, Packed
+from ..select.rungs import RUNGS
 
 NO_VMAP = "{}.vmap takes no attention_varlen: pack the sequences of all mapped entries, which is one call"
 
@@ -17,6 +18,11 @@ def numbered(functions: Any, label: str) -> str | None:
         if function is not None and reads_argument(function, ARGUMENTS[option].split(", ").index(label)):
             return option
     return None
+
+
+def kernel_of_backward(kernel: str) -> str:
+    """The rung that a framework's backward asks for, where its forward asked for `kernel`."""
+    return kernel if kernel in RUNGS and RUNGS[kernel].has_backward else "auto"
 
 
 class StaticCall(NamedTuple):

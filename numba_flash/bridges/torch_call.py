@@ -23,8 +23,7 @@ from ..problem.options import (
     Packed,
     daux_name,
 )
-from ..select.rungs import kernel_of_backward
-from .static_call import StaticCall
+from .static_call import StaticCall, kernel_of_backward
 from .torch_functions import traced_keys
 
 # The first arguments of both operations, which are tensors; and for each gradient the index of its tensor.

@@ -13,8 +13,7 @@ from .. import arrays
 from ..dispatch import backward as gradients
 from ..dispatch.cached_call import CachedForward
 from ..problem.options import AttentionGradients, daux_name
-from ..select.rungs import kernel_of_backward
-from .static_call import StaticCall
+from .static_call import StaticCall, kernel_of_backward
 from .torch_call import (
     ARRAYS,
     GRADIENT_OF,

@@ -168,17 +168,22 @@ _extremes("maximum", "max", ">")
 _extremes("minimum", "min", "<")
 
 
+# From torch 2.14 on, a number equal to a bound of clamp shares the derivative with it, and a bound of Python takes all.
+_BOUNDS_SHARE = torch.__version__ >= (2, 14)
+
+
 @_named("clamp", "clip")
 def _clamp(a: Any, min: Any = None, max: Any = None) -> Value:
-    for bound, sign, word in ((min, ">=", "max"), (max, "<=", "min")):
+    for bound, sign, word in ((min, ">", "max"), (max, "<", "min")):
         if bound is not None:
-            a, bound = _values(a, bound)
-            if _common(a, bound) != "real":
-                a = a.lines.write(f"{word}({a.as_number}, {bound.as_number})", "whole", dtype_of(a, bound))
+            x, y = _values(a, bound)
+            if _common(x, y) != "real" or (_BOUNDS_SHARE and not isinstance(bound, int | float)):
+                a = OPERATIONS[f"{word}imum"](x, y)
                 continue
-            # At the bound the number gets the derivative; NaN stays, in the number and in the bound.
-            x, y = a.as_real, bound.as_real
-            a = a.lines.write(f"{x} if {x} {sign} {y} or {x} != {x} else {y}", "real")
+            # At the bound, before torch 2.14 the number gets the derivative. NaN stays, in the number and in the bound.
+            keeps = sign if _BOUNDS_SHARE else f"{sign}="
+            one, two = x.as_real, y.as_real
+            a = x.lines.write(f"{one} if {one} {keeps} {two} or {one} != {one} else {two}", "real")
     return a
 
 

@@ -18,7 +18,7 @@ def words(compute_dtype: str) -> int:
 
 
 class DauxConfig(SimtRowsConfig, kernel="v2_daux", module="simt.v2_backward_daux"):
-    """Config of v2_daux: one thread per query row."""
+    """One thread per query row."""
 
     wanted_aux: tuple[int, ...] = ()
 
@@ -53,11 +53,11 @@ class AuxElementsConfig(LaunchFacts):
 
 
 class AuxStartConfig(AuxElementsConfig, kernel="daux_start", module="simt.daux_start"):
-    """Config of daux_start, which clears the sums before other kernels add to them."""
+    """It clears the sums before other kernels add to them."""
 
 
 class AuxRoundConfig(AuxElementsConfig, kernel="daux_round", module="simt.daux_round"):
-    """Config of daux_round, which runs last, rounds the sums and writes the gradients."""
+    """It runs last, rounds the sums and writes the gradients."""
 
     @property
     def parameters(self) -> abi.Parameters:

@@ -13,11 +13,8 @@ BLOCK_ROWS = 16  # backward_preprocess writes blocks of so many queries (kernels
 
 
 class PreprocessConfig(OfDelta, kernel="backward_preprocess", module="mma.backward_preprocess"):
-    """Config of mma/backward_preprocess.
-
-    natural: lse stays a natural logarithm, as scores with a bias need it (kernels/steps/units.py). dq_partials: sums of
-    dQ of a query tile, each with turn counters. early: the next kernel may start before this one ends (cc 9.0).
-    """
+    """natural: lse stays a natural logarithm, as scores with a bias need it (kernels/steps/units.py). dq_partials: sums
+    of dQ of a query tile, each with turn counters. early: the next kernel may start before this one ends (cc 9.0)."""
 
     natural: bool = False
     dq_partials: int = 1
@@ -65,8 +62,7 @@ class Sums:
 
 
 class MmaBackwardConfig(Sums, Config):
-    """Config of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the
-    tiles of the other side.
+    """In all dtypes a block owns a tile of rows, keeps it in shared memory, and walks over the tiles of the other side.
 
     Each warp owns `warp_rows` rows. column_groups: so many warps own the same rows; each computes their scores with a
     part of the other rows, they exchange them through shared memory, and each sums up a part of the gradients' columns:
@@ -288,7 +284,7 @@ class MmaScoresConfig(MmaBackwardConfig):
 
 
 class MmaDbiasConfig(OfBias, MmaScoresConfig, kernel="mma_dbias", module="mma.backward_dbias"):
-    """Config of mma_dbias. pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
+    """pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
 
     pairs: bool = False
 
@@ -301,7 +297,7 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig, kernel="mma_dbias", module="mma.ba
 
 
 class MmaDauxConfig(MmaScoresConfig, kernel="mma_daux", module="mma.backward_daux"):
-    """Config of mma_daux. With two stages no barrier would separate a tile's products from their readers."""
+    """With two stages no barrier would separate a tile's products from their readers."""
 
     wanted_aux: tuple[int, ...] = ()
 

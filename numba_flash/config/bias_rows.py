@@ -13,8 +13,8 @@ PIECE = 8  # TMA needs rows of a multiple of 16 bytes: so many numbers of 16 bit
 
 
 class BiasRowsConfig(LaunchFacts, kernel="bias_rows", module="score.bias_rows"):
-    """Config of bias_rows, which copies a 16-bit bias whose rows TMA cannot load. Hopper's backward then reads the
-    copy. pairs: as in OptionArray."""
+    """It copies a 16-bit bias whose rows TMA cannot load. Hopper's backward reads the copy. pairs: as in
+    OptionArray."""
 
     dtype: str
     pairs: bool = False

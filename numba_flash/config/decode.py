@@ -10,7 +10,7 @@ from .kvcache import page_arrays
 
 
 class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
-    """Config of mma/decode: a block has up to tile_m rows, which are all query heads of a KV head, query after query.
+    """A block has up to tile_m rows, which are all query heads of a KV head, query after query.
 
     tile_n: keys of a warp's tile; key_warps warps have neighbouring tiles. stages: tiles of K and V in flight or in
     use. blocks: how many blocks run at a time. pages: how a sequence's pages are found (kernels/steps/pages.py).
@@ -50,7 +50,6 @@ class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
 
     @property
     def q_registers(self) -> bool:  # type: ignore[override]
-        """Whether Q stays in registers."""
         return self.item_size == 2 and self.warp_rows == 16 and self.head_dim_padded <= 128
 
     @property
@@ -87,8 +86,7 @@ class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
 
     @property
     def columns_step(self) -> int:  # type: ignore[override]
-        """Each key warp joins its part of O's columns; products of more than 16 bits take whole
-        panels."""
+        """Each key warp joins its part of O's columns; products of more than 16 bits take whole panels."""
         return max(8 * self.key_warps, 128 // self.item_size if self.item_size > 2 else 16)
 
     @property

@@ -7,8 +7,8 @@ from .forward import AnyProblem, LaunchFacts, multiple_of
 
 
 class MaskBitsConfig(LaunchFacts, module="score.mask_bits"):
-    """Config of mask_bits, which runs before tensor-core kernels that read a mask. of_keys: its rows are keys. waits:
-    it may overlap with the previous kernel and with the next one (cc 9.0)."""
+    """It runs before tensor-core kernels that read a mask. of_keys: its rows are keys. waits: it may overlap with the
+    previous kernel and with the next one (cc 9.0)."""
 
     of_keys: bool = False  # type: ignore[misc]
     threads: int = 512

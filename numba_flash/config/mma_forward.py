@@ -6,15 +6,15 @@ from .forward import TensorConfig, check, layout, one_of, places, tile_bytes
 
 
 class MmaConfig(TensorConfig, kernel="mma", module="mma.forward"):
-    """Config of mma/forward: each warp owns `warp_rows` query rows.
+    """Each warp owns `warp_rows` query rows.
 
-    warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
-    halves that traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in
-    registers instead of being read again for each tile: 4 to 8 % at head_dim 64. float32 and float64 have two more
-    fields. column_groups: so many warps own the same rows; each computes the scores of its part of a tile's keys, they
-    exchange them, and each computes its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has
-    and which is twice as fast there as m8n8k4. copy_bytes: bytes of one copy of Q, K or V to shared memory. only_tile:
-    all keys are in one tile, whose V is copied together with its K.
+    warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which halves that
+    traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in registers instead of
+    being read again for each tile: 4 to 8 % at head_dim 64. float32 and float64 have two more fields. column_groups: so
+    many warps own the same rows; each computes the scores of its part of a tile's keys, they exchange them, and each
+    computes its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as
+    fast there as m8n8k4. copy_bytes: bytes of one copy of Q, K or V to shared memory. only_tile: all keys are in one
+    tile, whose V is copied together with its K.
     """
 
     warp_rows: int = 16

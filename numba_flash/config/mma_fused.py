@@ -15,8 +15,7 @@ class MmaFusedConfig(MmaBackwardConfig, kernel="mma_fused", module="mma.backward
     in global memory.
 
     blocks: 2 form a cluster; each has half of the columns, and head_dim_padded counts that half. Scores from the other
-    block, P^T with dS^T, and the part of dQ use one buffer of shared memory in turn, so that tiles of more queries
-    fit.
+    block, P^T with dS^T, and the part of dQ use one buffer of shared memory in turn, so that tiles of more queries fit.
     """
 
     column_groups: int = 2
@@ -105,7 +104,7 @@ class MmaFusedConfig(MmaBackwardConfig, kernel="mma_fused", module="mma.backward
 
 
 class MmaDqFinishConfig(Config, kernel="mma_dq_finish", module="mma.backward_dq_finish"):
-    """Config of mma_dq_finish. Its tiles are those of the MmaFusedConfig whose parts it finishes."""
+    """Its tiles are those of the MmaFusedConfig whose parts it finishes."""
 
     takes = abi.backward("dq", abi.ROWS)
     ROWS_OF_WARP: ClassVar[int] = 4

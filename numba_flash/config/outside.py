@@ -11,12 +11,9 @@ _READ = abi.words("seqlens_k q_offset")
 
 
 class OutsideConfig(LaunchFacts, kernel="outside", module="simt.outside"):
-    """Config of outside: some blocks share the gap in front of each packed sequence, and all share the one at the end.
-    written: (array, its columns): "o" and perhaps "lse", or gradients.
-
-    No other kernel reads or writes these rows, so it may overlap with other kernels (ptx/griddepcontrol.py).
-    waits: it may start before the previous kernel ends.
-    """
+    """Some blocks share the gap in front of each packed sequence, and all share the one at the end. No other kernel
+    reads or writes these rows, so it may overlap with others (ptx/griddepcontrol.py). waits: it may start before the
+    previous kernel ends. written: (array, its columns): "o" and perhaps "lse", or gradients."""
 
     dtype: str
     written: tuple[tuple[str, int], ...]

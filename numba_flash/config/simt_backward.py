@@ -51,8 +51,6 @@ class OfDelta(LaunchFacts):
 
 
 class DeltaConfig(OfDelta, kernel="delta", module="simt.delta"):
-    """Config of delta."""
-
     takes = abi.OF_DELTA
     UNIT = 4
 
@@ -69,8 +67,7 @@ class SimtBackwardConfig(SimtRows):
 
 
 class DkdvConfig(SimtBackwardConfig, kernel="v2_dkdv", module="simt.v2_backward_dkdv"):
-    """Config of v2_dkdv: a key has two threads, which run the same code on rows of one length. wanted: dk, dv or
-    both."""
+    """A key has two threads, which run the same code on rows of one length. wanted: dk, dv or both."""
 
     takes = abi.backward("dk dv", abi.ROWS, "mask")
     of_keys = True
@@ -109,7 +106,7 @@ class SimtRowsConfig(SimtBackwardConfig):
 
 
 class DqConfig(SimtRowsConfig, kernel="v2_dq", module="simt.v2_backward_dq"):
-    """Config of v2_dq. wanted: dq, a gradient whose shares of rows head_sums adds up, or both."""
+    """wanted: dq, a gradient whose shares of rows head_sums adds up, or both."""
 
     takes = abi.backward("dq", abi.ROWS, "mask").plus("row_shares")
     reads_states = True
@@ -135,14 +132,12 @@ class OfBias(Config):
 
 
 class DbiasConfig(OfBias, SimtRowsConfig, kernel="v2_dbias", module="simt.v2_backward_dbias"):
-    """Config of v2_dbias."""
-
     takes = abi.backward("dbias", abi.ROWS, "mask").plus("dbias_sums", OfBias.SIZES)
 
 
 class DbiasSumConfig(LaunchFacts, kernel="dbias_sum", module="simt.dbias_sum"):
-    """Config of dbias_sum. dtype: that of the problem; given: that of dbias; splits: a power of two, not less than the
-    number of splits. More splits give an element more threads, so that few elements keep a GPU busy, too."""
+    """dtype: that of the problem; given: that of dbias; splits: a power of two, not less than the number of splits.
+    More splits give an element more threads, so that few elements keep a GPU busy, too."""
 
     dtype: str
     given: str
@@ -183,7 +178,7 @@ class DbiasSumConfig(LaunchFacts, kernel="dbias_sum", module="simt.dbias_sum"):
 
 
 class HeadSumsConfig(LaunchFacts, module="simt.head_sums"):
-    """Config of head_sums: it ends every rung's backward if the gradient of one number for each head is wanted.
+    """It ends every rung's backward if the gradient of one number for each head is wanted.
 
     gradient: its name. given: the dtype of it and of its option. batch_summed: all batch entries share the numbers.
     of_blocks: backward_preprocess wrote delta, in its own order; otherwise the kernel delta did.

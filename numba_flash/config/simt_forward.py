@@ -10,8 +10,7 @@ class SimtRows(Config):
     """Tiles lie in shared memory; a row has head_dim elements, padded to whole 16-byte reads.
 
     pad: elements added to each row of a tile in which every thread reads its own row. With pad 0 and a head_dim that is
-    a multiple of 32 all 32 lanes of a warp hit one bank, which shows bank conflicts
-    (docs/tensor_cores.md).
+    a multiple of 32 all 32 lanes of a warp hit one bank, which shows bank conflicts (docs/tensor_cores.md).
     """
 
     pad: int = 1
@@ -31,7 +30,6 @@ class SimtRows(Config):
 
     @property
     def threads(self) -> int:  # type: ignore[override]
-        """One thread for each query row."""
         return self.tile_m
 
     @property
@@ -45,8 +43,7 @@ class SimtRows(Config):
         return (self.head_dim_v + 3) // 4 * 4
 
     def shared_layout(self) -> Any:
-        """Where the kernel's tiles begin in shared memory, and the end, in elements. Every tile begins at a multiple of
-        16 bytes."""
+        """In elements; every tile begins at a multiple of 16 bytes."""
         return layout(4, **self._tile_sizes())
 
     def _tile_sizes(self) -> dict[str, int]:

@@ -31,8 +31,7 @@ class OfTile(LaunchFacts):
 
 
 class TileStatesConfig(OfTile, module="score.tile_states"):
-    """The Config of tile_states, which runs before kernels that skip tiles. dtype: of the function's real numbers,
-    float32 or float64."""
+    """It runs before kernels that skip tiles. dtype: of the function's real numbers, float32 or float64."""
 
     dtype: str
     uses: Uses
@@ -65,7 +64,7 @@ class TileStatesConfig(OfTile, module="score.tile_states"):
 
 
 class MaskModBitsConfig(TileStatesConfig, module="score.mask_mod_bits"):
-    """Config of mask_mod_bits, which runs after tile_states, for the same tile."""
+    """It runs after tile_states, for the same tile."""
 
     names = ("mask_mod_bits", "mask_mod_bits_of_keys")
 
@@ -88,10 +87,8 @@ class MaskModBitsConfig(TileStatesConfig, module="score.mask_mod_bits"):
 
 
 class TileOrderConfig(OfTile, module="score.tile_order"):
-    """Config of tile_order, which runs after tile_states, for the same tile.
-
-    of_mask: the states also depend on a mask, so they cannot be kept for the next call.
-    """
+    """It runs after tile_states, for the same tile. of_mask: the states also depend on a mask, so they cannot be kept
+    for the next call."""
 
     of_mask: bool
     threads: int = 512

@@ -55,7 +55,6 @@ class StreamingConfig(Sums, Config):
         check_registers(self.registers, self.consumers)  # type: ignore[attr-defined]
 
     def parts_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a tile in parts."""
         return self.PARTS * tile_bytes(rows, columns)
 
     @property
@@ -209,10 +208,8 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig, kernel="wgmma_dkdv", mod
 
 
 class WgmmaDqConfig(WgmmaBackwardConfig, kernel="wgmma_dq", module="wgmma.backward"):
-    """A block owns tile_m queries of one head and walks over tiles of tile_n keys.
-
-    wanted_aux: the index of an array whose gradient it computes too, if all scores of a head read one element of it.
-    """
+    """A block owns tile_m queries of one head and walks over tiles of tile_n keys. wanted_aux: the index of an array
+    whose gradient it computes too, if all scores of a head read one element of it."""
 
     wanted_aux: tuple[int, ...] = ()
 
@@ -225,7 +222,7 @@ class WgmmaDqConfig(WgmmaBackwardConfig, kernel="wgmma_dq", module="wgmma.backwa
 
 
 class WgmmaFusedConfig(WgmmaDkdvConfig, kernel="wgmma_fused", module="wgmma.backward_fused"):
-    """Config of wgmma/backward_fused, which computes dK and dV as WgmmaDkdvConfig says, and parts of dQ.
+    """It computes dK and dV as WgmmaDkdvConfig says, and parts of dQ.
 
     Two warpgroups share dQ: each computes 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64.
 

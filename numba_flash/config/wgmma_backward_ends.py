@@ -8,7 +8,7 @@ from .wgmma_backward import WgmmaDkdvConfig
 
 
 class WgmmaRoundConfig(Config, kernel="wgmma_round", module="wgmma.backward_round"):
-    """Config of wgmma/backward_round. Its tiles and columns are those of the WgmmaFusedConfig whose sums it reads."""
+    """Its tiles and columns are those of the WgmmaFusedConfig whose sums it reads."""
 
     dq_columns: int = 128
     dq_partials: int = 1
@@ -27,7 +27,7 @@ class WgmmaRoundConfig(Config, kernel="wgmma_round", module="wgmma.backward_roun
 
 
 class WgmmaAddPartsConfig(Config, kernel="wgmma_add_parts", module="wgmma.backward_add_parts"):
-    """Config of wgmma/backward_add_parts. Its fields are those of the WgmmaDkdvConfig whose sums it reads."""
+    """Its fields are those of the WgmmaDkdvConfig whose sums it reads."""
 
     head_dim_padded: int = 128
     head_dim_v_padded: int = 128

@@ -13,10 +13,7 @@ NOT_TAKEN = (*FUNCTIONS, SEEDED)  # yet
 
 
 class WgmmaBackwardFloat32Config(StreamingConfig):
-    """The fields that wgmma_dkdv_float32 and wgmma_dq_float32 share.
-
-    A block owns 64 rows. It has a producer warpgroup and two consumer warpgroups, one for S and one for dP.
-    """
+    """A block owns 64 rows. It has a producer warpgroup and two consumer warpgroups, one for S and one for dP."""
 
     stages_b: int = 1
 
@@ -53,14 +50,14 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
 class WgmmaDkdvFloat32Config(
     OfGradients, WgmmaBackwardFloat32Config, kernel="wgmma_dkdv_float32", module="wgmma.backward_float32"
 ):
-    """Config of wgmma_dkdv_float32: a block owns tile_n keys and walks over tiles of tile_m queries."""
+    """A block owns tile_n keys and walks over tiles of tile_m queries."""
 
     takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
     of_keys = True
 
 
 class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config, kernel="wgmma_dq_float32", module="wgmma.backward_float32"):
-    """Config of wgmma_dq_float32: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+    """A block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     takes = abi.backward("dq", abi.ROWS)
 
@@ -119,8 +116,8 @@ class Paired(WgmmaBackwardFloat32Config):
 
 
 class WgmmaPairedDkdvConfig(Paired, WgmmaDkdvFloat32Config, kernel="wgmma_dkdv_paired"):
-    """Config of wgmma_dkdv_paired."""
+    """The same for two blocks."""
 
 
 class WgmmaPairedDqConfig(Paired, WgmmaDqFloat32Config, kernel="wgmma_dq_paired"):
-    """Config of wgmma_dq_paired."""
+    """The same for two blocks."""

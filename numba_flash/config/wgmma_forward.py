@@ -72,7 +72,7 @@ class WarpgroupsConfig(Warpgroups, TensorConfig):
 
 
 class WgmmaConfig(WarpgroupsConfig, kernel="wgmma", module="wgmma.forward"):
-    """Config of wgmma/forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
+    """A producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
     q_buffers: tiles of Q in flight or in use; with two, the next one is loaded while this one is in use. bias_stages:
     tiles of a bias in flight or in use, for each consumer's rows; 0 if TMA does not load the bias. parts: how many

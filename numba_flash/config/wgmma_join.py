@@ -9,7 +9,7 @@ from .wgmma_forward import WgmmaConfig
 
 
 class WgmmaJoinConfig(WgmmaConfig, kernel="wgmma_join", module="wgmma.forward_join"):
-    """Config of wgmma/forward_join, which adds up the parts of wgmma/forward; it has the fields of that Config."""
+    """It adds up the parts of wgmma/forward, and has the fields of its Config."""
 
     waits = True
     whole_program = counted = persistent = False

@@ -203,7 +203,7 @@ def ready(problem: BackwardProblem) -> Ready:
 
     if {"dq", "dk", "dv"} & set(problem.wanted):
         add("rows", plan.numbers, GRADIENTS_OF_ROWS, plan.scratch_bytes)
-    if {"dk", "dv"} & set(problem.wanted):
+    if any(plan.sums_bytes):
         add("rows", plan.numbers, RESULTS, 0)
     for option in ARRAYS:
         name = option.gradient

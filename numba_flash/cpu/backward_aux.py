@@ -10,10 +10,10 @@ float64 sums of all elements, and the parts are added in order: the bits do not 
 import numpy as np
 
 from . import backward_plan as at, plan as slot
-from .backward_panel import GRADIENTS, Keys, Tiles, panel_gradients, take_rows, take_statistics, tiles_from
+from .backward_panel import GRADIENTS, Keys, Tiles, panel_gradients, products, take_rows, take_statistics, tiles_from
 from .elements import INT, gather, row_address
 from .kernel import inlined
-from .panel import keys_of, panel_of, rows_from, scale_panel, scores, shown_keys, sign_and_units, take_places, tiles_of
+from .panel import keys_of, panel_of, rows_from, scale_panel, shown_keys, sign_and_units, take_places, tiles_of
 from .vectors.build import call_function, fetch_add, lanes, load, size_of, store
 
 
@@ -70,7 +70,7 @@ def run_tile(task, sums, frame, scratch, zero):
             keys, own = last - first, tiles_from(tiles, p, ds, number * across, first - key0, plan, zero)
             seen = Keys(first, last, is_cut, asks)
             panel_gradients(own, panel, seen, scale_log2, GRADIENTS, plan, pointers, zero)
-            scores(p, own.k, head_dim * size, own.q, head_dim, keys, 0, zero)  # recomputed: the scores before score_mod
+            products(p, own.k, own.q, head_dim, keys, panel, plan, zero)  # recomputed: the scores before score_mod
             scale_panel(p, keys, across, plan, zero)
             take_places(places, panel)
             aux = load(pointers, at.AUX, INT)

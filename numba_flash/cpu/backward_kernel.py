@@ -8,7 +8,8 @@ A task holds a query tile and loops over key tiles, so it owns its dQ. dK and dV
 keys in the computing precision. The query tiles of a head are added to a key tile's sums in one order, the last one
 first: a task waits until the previous one has finished with that key tile, and then reports that it has finished, too.
 Tasks are handed out in that order, the heads in turn. So a task rarely waits, and always for one that has been started.
-Hence the bits do not depend on the threads. When all tasks have finished, the sums become dk and dv.
+Hence the bits do not depend on the threads. When all tasks have finished, the sums become dk and dv. If a head has one
+query tile, its task makes dk and dv of each key tile at once, and the sums of one key tile are all that is stored.
 
 Rows are numbered and packed in panels as in the forward (kernel.py): dQ^T = K^T dS^T and both products of scores have
 query rows along the vector; the sums over rows have head_dim along it.
@@ -25,6 +26,7 @@ from .backward_panel import (
     WEIGHTS,
     Keys,
     Tiles,
+    add_dq,
     key_sums,
     panel_gradients,
     take_rows,
@@ -72,10 +74,11 @@ def run_task(task, frame, scratch, zero):
     kind, size, across = type(zero), size_of(zero), lanes(zero)
     plan, pointers = load(frame, at.PLAN, INT), frame + at.POINTERS * 8
     wants_dq, wants_dk = load(plan, at.WANTS_DQ, INT), load(plan, at.WANTS_DK, INT)
-    wants_dv = load(plan, at.WANTS_DV, INT)
+    wants_dv, by_rows = load(plan, at.WANTS_DV, INT), load(plan, slot.BY_ROWS, INT)
     heads_kv, tile_m = load(plan, slot.HEADS_KV, INT), load(plan, slot.TILE_M, INT)
     tile_n, dtype = load(plan, slot.TILE_N, INT), load(plan, slot.DTYPE, INT)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
+    columns, columns_v = load(plan, at.COLUMNS, INT), load(plan, at.COLUMNS_V, INT)
     units = load(plan, slot.BATCH, INT) * heads_kv
     unit, number = task % units, load(plan, slot.TILES, INT) - 1 - task // units
     b, kv_head = unit // heads_kv + load(pointers, at.FIRST_B, INT), unit % heads_kv
@@ -110,6 +113,8 @@ def run_task(task, frame, scratch, zero):
     v = k + tile_n * head_dim * size
     packed = v + tile_n * head_dim_v * size
     row = packed + tile_n * head_dim * size
+    own_sums_k = row + 2 * max(head_dim, head_dim_v) * size
+    own_sums_v = own_sums_k + tile_n * columns * size
 
     sign, scale_log2 = sign_and_units(plan, zero)
     what = WEIGHTS
@@ -130,8 +135,12 @@ def run_task(task, frame, scratch, zero):
     v_base = row_address(load(pointers, slot.V_AT, INT), plan, slot.V_STRIDE, b, kv_head, 0)
     k_row, k_step = load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.K_STRIDE + 3, INT)
     v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
-    columns, columns_v = load(plan, at.COLUMNS, INT), load(plan, at.COLUMNS_V, INT)
-    seqlen_k = load(plan, slot.SEQLEN_K, INT)
+    alone = load(plan, slot.TILES, INT) == 1
+    if alone and (wants_dk or wants_dv):  # of keys that no query sees
+        fill(own_sums_k, tile_n * (columns + columns_v), zero)
+        for key_tile in range(load(plan, at.KEY_TILES, INT)):
+            if key_tile < begin or key_tile >= end:
+                write_sums(unit, key_tile, own_sums_k, own_sums_v, frame, zero)
     for key_tile in range(begin, end):
         key0, key_end, _, _ = keys_of(tile, key_tile * tile_n, (key_tile + 1) * tile_n)
         if load(load(frame, at.STOP, INT), 0, INT):
@@ -149,7 +158,7 @@ def run_task(task, frame, scratch, zero):
             gather(k, k_base + key0 * k_row, k_row, k_step, key_end - key0, head_dim, dtype, zero)
             gather(v, v_base + key0 * v_row, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
             k_guarded = not all_finite(k, head_dim * size, head_dim, key_end - key0, zero)
-            if wants_dq:
+            if wants_dq and not by_rows:
                 pack(packed, k, head_dim * size, key_end - key0, head_dim, zero)
         for panel in range(panels):
             first, last, is_cut, asks = kept(seen + 32 * panel)
@@ -160,61 +169,81 @@ def run_task(task, frame, scratch, zero):
             own_dq = dq + panel * across * size * head_dim
             own_tiles = tiles_from(tiles, p + here, ds + here, panel * across, skip, plan, zero)
             own_keys = Keys(first, last, is_cut, asks)
-            panel_gradients(own_tiles, panel_of(tile, panel), own_keys, scale_log2, what, plan, pointers, zero)
-            if wants_dq and k_guarded:
-                values_guarded(own_dq, ones, own_tiles.k, head_dim * size, ds + here, keys, head_dim, 0, 0, zero)
+            own = panel_of(tile, panel)
+            panel_gradients(own_tiles, own, own_keys, scale_log2, what, plan, pointers, zero)
+            if wants_dq and by_rows:
+                add_dq(dq, ds + here, own_tiles.k, keys, k_guarded, row, tile, plan, zero)
+            elif wants_dq and k_guarded:
+                values_guarded(own_dq, ones, own_tiles.k, head_dim * size, ds + here, keys, head_dim, zero)
             elif wants_dq:
                 column = (key_end - key0) * size
-                values(own_dq, ones, packed, PACKED, column, skip, ds + here, keys, head_dim, zero)
+                values(own_dq, ones, packed, PACKED, column, skip, ds + here, keys, head_dim, own.rows, zero)
         if not wants_dk and not wants_dv:
             continue
         if before_begin <= key_tile and key_tile < before_end:
             wait_for(done + key_tile * 8, turn - 1, load(frame, at.GIVE_WAY, INT))
         at_once = max(panels, 1) if whole else 1  # panels that see the same keys
+        sums_k, sums_v = sums_of(unit, key_tile, frame, zero)
+        if alone:
+            sums_k, sums_v = own_sums_k, own_sums_v
+            fill(sums_k, tile_n * (columns + columns_v), zero)
         for panel in range(0, panels, at_once):
             first, last, _, _ = kept(seen + 32 * panel)
             if last <= first:
                 continue
             here = panel * panel_bytes + (first - key0) * across * size
             rows_here = panel * across * across * size
-            key = unit * seqlen_k + first
+            key = first - key_tile * tile_n
             keys, block_bytes = last - first, tile_m * across * size
             queries = min(tile.rows - panel * across, at_once * across)
             if wants_dv:
-                to, x = load(frame, at.SUMS_V, INT) + key * columns_v * size, do_blocks + rows_here
+                to, x = sums_v + key * columns_v * size, do_blocks + rows_here
                 key_sums(to, columns_v, p + here, panel_bytes, queries, x, block_bytes, keys, do_guarded, zero)
             if wants_dk:
-                to, x = load(frame, at.SUMS_K, INT) + key * columns * size, q_blocks + rows_here
+                to, x = sums_k + key * columns * size, q_blocks + rows_here
                 key_sums(to, columns, ds + here, panel_bytes, queries, x, block_bytes, keys, q_guarded, zero)
-        store_release(done + key_tile * 8, turn)
+        if alone:
+            write_sums(unit, key_tile, sums_k, sums_v, frame, zero)
+        else:
+            store_release(done + key_tile * 8, turn)
 
     if wants_dq:
         factor = kind(load(plan, slot.SCALE, 0.0))
         for r in range(tile.rows):
             i, head = query_and_head(tile, r)
-            source = dq + ((r // across) * head_dim * across + r % across) * size
+            source, step = dq + ((r // across) * head_dim * across + r % across) * size, across
+            if by_rows:
+                source, step = dq + r * head_dim * size, 1
             to = row_address(load(pointers, at.DQ, INT), plan, at.DQ_STRIDE, b, head, i)
-            copy_out(to, load(plan, at.DQ_STRIDE + 3, INT), source, across, head_dim, dtype, factor, zero)
+            copy_out(to, load(plan, at.DQ_STRIDE + 3, INT), source, step, head_dim, dtype, factor, zero)
 
 
-@inlined
-def write_sums(task, frame, zero):
+@compiled
+def sums_of(unit, key_tile, frame, zero):
+    """The addresses of a key tile's sums for dk and dv, among those of all keys."""
+    plan, size = load(frame, at.PLAN, INT), size_of(zero)
+    key = unit * load(plan, slot.SEQLEN_K, INT) + key_tile * load(plan, slot.TILE_N, INT)
+    sums_k = load(frame, at.SUMS_K, INT) + key * load(plan, at.COLUMNS, INT) * size
+    return sums_k, load(frame, at.SUMS_V, INT) + key * load(plan, at.COLUMNS_V, INT) * size
+
+
+@compiled
+def write_sums(unit, key_tile, sums_k, sums_v, frame, zero):
     """Converts the sums of a key tile of a KV head to its dk and dv."""
     kind, size = type(zero), size_of(zero)
     plan, pointers = load(frame, at.PLAN, INT), frame + at.POINTERS * 8
-    heads_kv, key_tiles = load(plan, slot.HEADS_KV, INT), load(plan, at.KEY_TILES, INT)
-    seqlen_k, tile_n = load(plan, slot.SEQLEN_K, INT), load(plan, slot.TILE_N, INT)
-    dtype, unit = load(plan, slot.DTYPE, INT), task // key_tiles
-    key0 = task % key_tiles * tile_n
-    for key in range(key0, min(key0 + tile_n, seqlen_k)):
+    b, kv_head = unit // load(plan, slot.HEADS_KV, INT), unit % load(plan, slot.HEADS_KV, INT)
+    tile_n, dtype = load(plan, slot.TILE_N, INT), load(plan, slot.DTYPE, INT)
+    key0 = key_tile * tile_n
+    for n in range(min(tile_n, load(plan, slot.SEQLEN_K, INT) - key0)):
         if load(plan, at.WANTS_DK, INT):
-            source = load(frame, at.SUMS_K, INT) + (unit * seqlen_k + key) * load(plan, at.COLUMNS, INT) * size
-            to = row_address(load(pointers, at.DK, INT), plan, at.DK_STRIDE, unit // heads_kv, unit % heads_kv, key)
+            source = sums_k + n * load(plan, at.COLUMNS, INT) * size
+            to = row_address(load(pointers, at.DK, INT), plan, at.DK_STRIDE, b, kv_head, key0 + n)
             step, count = load(plan, at.DK_STRIDE + 3, INT), load(plan, slot.HEAD_DIM, INT)
             copy_out(to, step, source, 1, count, dtype, kind(load(plan, slot.SCALE, 0.0)), zero)
         if load(plan, at.WANTS_DV, INT):
-            source = load(frame, at.SUMS_V, INT) + (unit * seqlen_k + key) * load(plan, at.COLUMNS_V, INT) * size
-            to = row_address(load(pointers, at.DV, INT), plan, at.DV_STRIDE, unit // heads_kv, unit % heads_kv, key)
+            source = sums_v + n * load(plan, at.COLUMNS_V, INT) * size
+            to = row_address(load(pointers, at.DV, INT), plan, at.DV_STRIDE, b, kv_head, key0 + n)
             step, count = load(plan, at.DV_STRIDE + 3, INT), load(plan, slot.HEAD_DIM_V, INT)
             copy_out(to, step, source, 1, count, dtype, kind(1), zero)
 
@@ -232,7 +261,9 @@ def run_phase(frame, phase, scratch, zero):
     task = fetch_add(counter)  # a task that was taken must run, because others wait for it
     while task < tasks:
         if phase == RESULTS:
-            write_sums(task, frame, zero)
+            key_tiles = load(plan, at.KEY_TILES, INT)
+            unit, key_tile = task // key_tiles, task % key_tiles
+            write_sums(unit, key_tile, *sums_of(unit, key_tile, frame, zero), frame, zero)
         else:
             run_task(task, frame, scratch, zero)
         if load(load(frame, at.STOP, INT), 0, INT):

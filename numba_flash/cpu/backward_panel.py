@@ -8,12 +8,22 @@ from . import backward_plan as at, plan as slot
 from .counts import count
 from .elements import INT, compiled, copy_in, fill, gather, row_address
 from .kernel import inlined
-from .panel import INFINITY, composed, hide, is_featured, query_and_head, scores
+from .panel import (
+    INFINITY,
+    composed,
+    hide,
+    is_featured,
+    query_and_head,
+    scores,
+    scores_of_row,
+    values_of_row,
+    values_of_row_guarded,
+)
 from .vectors.backward import call_for_nothing, key_rows, load_acquire, score_gradients
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
 from .vectors.panel import subtract_base
-from .vectors.row import dot_rows
-from .vectors.scores import copy_row
+from .vectors.row import dot_rows, rescale_row
+from .vectors.scores import scaled_row
 
 key_rows_all, key_rows_4, key_rows_1 = (key_rows(n, PANEL_VECTORS) for n in (TILE_KEYS, 4, 1))
 key_vectors_all, key_vectors_1 = (key_rows(n, 1) for n in (TILE_KEYS, 1))
@@ -29,9 +39,9 @@ FAR_LSE = 2.0**10  # in powers of 2; from here a shift in float32 has an error o
 def take_rows(panels, blocks, row, start, stride, tile, width, sign, plan, zero):
     """Loads a tile's rows of q or do in two orders, with zeros for rows that do not exist.
 
-    panels (tile_m / lanes, width, lanes) times sign, for products along width, and blocks (width / lanes, tile_m,
-    lanes), for sums over rows (0 = unwanted). `stride` is the slot of the array's strides; `row` is work space for one
-    row.
+    panels (tile_m / lanes, width, lanes) times sign, for products along width, where each row is taken by itself
+    (tile_m, width), and blocks (width / lanes, tile_m, lanes), for sums over rows (0 = unwanted). `stride` is the slot
+    of the array's strides; `row` is work space for one row.
     """
     size, across = size_of(zero), tile.width
     tile_m, dtype = load(plan, slot.TILE_M, INT), load(plan, slot.DTYPE, INT)
@@ -43,13 +53,16 @@ def take_rows(panels, blocks, row, start, stride, tile, width, sign, plan, zero)
         i, head = query_and_head(tile, r)
         source = row_address(start, plan, stride, tile.b, head, i)
         gather(row, source, 0, load(plan, stride + 3, INT), 1, width, dtype, zero)
-        to = panels + ((r // across) * width * across + r % across) * size
-        copy_in(to, across, row, size, width, own_type, sign, zero)
+        if load(plan, slot.BY_ROWS, INT):
+            scaled_row(panels + r * width * size, row, width, sign, zero)
+        else:
+            to = panels + ((r // across) * width * across + r % across) * size
+            copy_in(to, across, row, size, width, own_type, sign, zero)
         if blocks == 0:
             continue
         for column in range(0, width, across):
             to = blocks + ((column // across) * tile_m + r) * across * size
-            copy_row(to, row + column * size, min(across, width - column), zero)
+            scaled_row(to, row + column * size, min(across, width - column), type(zero)(1), zero)
 
 
 @compiled
@@ -82,7 +95,7 @@ def take_statistics(tiles, row, tile, scale_log2, plan, pointers, zero):
         do = row_address(load(pointers, at.DO, INT), plan, at.DO_STRIDE, b, head, i)
         gather(row, o, 0, load(plan, slot.O_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
         gather(other, do, 0, load(plan, at.DO_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
-        dot_row(delta + r * size, row, 0, other, head_dim_v, zero)
+        dot_row(delta + r * size, 1, row, 0, other, head_dim_v, zero)
         if load(plan, at.HAS_DLSE, INT):
             dlse = row_address(load(pointers, at.DLSE, INT), plan, at.DLSE_STRIDE, b, head, i)
             store(delta, r, load(delta, r, zero) - load(dlse, 0, zero))
@@ -129,6 +142,32 @@ def tiles_from(tiles, p, ds, row, key, plan, zero):
 
 
 @compiled
+def products(s, k, q, width, keys, panel, plan, zero):
+    """s (keys, lanes) = k (keys, width) @ q of a panel, in the order of take_rows."""
+    size = size_of(zero)
+    if not load(plan, slot.BY_ROWS, INT):
+        scores(s, k, width * size, q, width, keys, panel.rows, zero)
+        return
+    fill(s, keys * panel.width, zero)  # a function of scores also meets those of no row
+    for r in range(panel.rows):
+        scores_of_row(s + r * size, panel.width, k, width * size, q + r * width * size, width, keys, zero)
+
+
+@compiled
+def add_dq(dq, ds, k, keys, guarded, work, tile, plan, zero):
+    """dq (rows, width) += dS^T (lanes, keys) @ k (keys, width), where each row is taken by itself. work: two rows."""
+    width, size = load(plan, slot.HEAD_DIM, INT), size_of(zero)
+    store(work, width, type(zero)(1))
+    for r in range(tile.rows):
+        fill(work, width, zero)
+        if guarded:
+            values_of_row_guarded(work, k, width * size, ds + r * size, tile.width, keys, width, zero)
+        else:
+            values_of_row(work, k, width * size, ds + r * size, tile.width, keys, width, zero)
+        rescale_row(dq + r * width * size, work + width * size, work, width, zero)
+
+
+@compiled
 def panel_gradients(tiles, panel, seen, scale_log2, what, plan, pointers, zero):
     """p and dS of a panel.
 
@@ -137,9 +176,9 @@ def panel_gradients(tiles, panel, seen, scale_log2, what, plan, pointers, zero):
     """
     p, ds, slopes, row_numbers, places, k, v, q, do, shift, base, delta = tiles
     first, end, is_cut, asks = seen
-    keys, size = end - first, size_of(zero)
+    keys = end - first
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
-    scores(p, k, head_dim * size, q, head_dim, keys, 0, zero)
+    products(p, k, q, head_dim, keys, panel, plan, zero)
     if is_featured(plan):
         own_slopes = slopes if what == CAPPED else INT
         composed((p, own_slopes, row_numbers, places), asks, keys, first, panel, plan, pointers, zero)
@@ -151,7 +190,7 @@ def panel_gradients(tiles, panel, seen, scale_log2, what, plan, pointers, zero):
         if load(plan, slot.SEEDED, INT):
             count(p, places, keys, first, panel, plan, pointers, zero)
         return
-    scores(ds, v, head_dim_v * size, do, head_dim_v, keys, 0, zero)
+    products(ds, v, do, head_dim_v, keys, panel, plan, zero)
     if load(plan, slot.SEEDED, INT):  # dP is the gradient of the weights before any are dropped
         count(ds, places, keys, first, panel, plan, pointers, zero)
     if what == CAPPED:

@@ -87,15 +87,16 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     units = p.batch * p.heads_kv
     columns, columns_v = (-(-n // width) * width for n in (p.head_dim, p.head_dim_v))
     numbers[slot.TILE_M], numbers[slot.TILE_N], numbers[slot.TILES] = tile_m, TILE_N, tiles
-    numbers[slot.CHUNKS], numbers[slot.BY_ROWS], numbers[slot.TASKS] = 1, False, tiles * units
+    numbers[slot.CHUNKS], numbers[slot.TASKS] = 1, tiles * units
     numbers[KEY_TILES], numbers[COLUMNS], numbers[COLUMNS_V] = key_tiles, columns, columns_v
 
     keys = p.batch * p.heads_kv * p.seqlen_k * size
-    sums = tuple(keys * n if name in problem.wanted else 0 for name, n in (("dk", columns), ("dv", columns_v)))
+    wide = (("dk", columns), ("dv", columns_v))
+    sums = tuple(keys * n if name in problem.wanted and tiles != 1 else 0 for name, n in wide)
     # Query tile: q, do and dq, and q and do again by rows. Both tiles: p and dS. Key tile: K, V, and K packed.
     blocks = sum(-(-n // lanes) * lanes for n in (p.head_dim, p.head_dim_v))
     of_rows = tile_m * (2 * p.head_dim + p.head_dim_v + blocks + 3)
-    of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v)
+    of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v + columns + columns_v)
     scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size
     scratch += (2 * lanes + slot.OF_PANEL + 4 * (tile_m // lanes)) * 8
     return Plan(numbers, units, key_tiles, tiles * units, (sums[0], sums[1]), -(-scratch // 64) * 64)

@@ -7,7 +7,7 @@ from numba import njit
 
 from . import plan as slot
 from .vectors.build import bits_float, float_bits, load, size_of, store
-from .vectors.scores import copy_row, widen_bfloat, widen_half
+from .vectors.scores import scaled_row, widen_bfloat, widen_half
 
 INT = np.int64(0)  # tells `load` to read an int64
 
@@ -99,6 +99,8 @@ def copy_out(to, stride, source, step, count, dtype, factor, zero):
     elif dtype == slot.BFLOAT16:
         for i in range(count):
             store(to + i * stride, 0, np.uint16(float_to_bfloat(np.float32(load(source, i * step, zero) * factor))))
+    elif step == 1 and stride == size_of(zero):
+        scaled_row(to, source, count, factor, zero)
     else:
         for i in range(count):
             store(to + i * stride, 0, load(source, i * step, zero) * factor)
@@ -145,6 +147,6 @@ def gather(to, source, row_stride, stride, rows, width, dtype, zero):
         elif size == 4 and stride == 2 and dtype == slot.FLOAT16:
             widen_half(at, element, width, zero)
         elif stride == size and dtype >= slot.FLOAT32:
-            copy_row(at, element, width, zero)
+            scaled_row(at, element, width, type(zero)(1), zero)
         else:
             copy_in(at, 1, element, stride, width, dtype, type(zero)(1), zero)

@@ -37,17 +37,19 @@ from .panel import (
     rows_from,
     rows_of_line,
     scores,
+    scores_of_row,
     shown_keys,
     sign_and_units,
     tiles_of,
     values,
     values_guarded,
     values_of_row,
+    values_of_row_guarded,
 )
 from .vectors.build import fetch_add, lanes, load, size_of, store
 from .vectors.panel import FAR, all_finite, softmax_panel
 from .vectors.row import rescale_row, softmax_row
-from .vectors.scores import copy_row
+from .vectors.scores import scaled_row
 
 # Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one kernel into
 # which everything else is inlined.
@@ -144,8 +146,10 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
             if in_place:
                 k_start = load(pointers, slot.K_AT, INT)
                 scores_in_pages(s, first, end, q + of_panel * head_dim, tile, plan, k_start, zero)
+            elif by_rows:
+                scores_of_row(s, 1, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, zero)
             else:
-                scores(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, by_rows, zero)
+                scores(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, panel.rows, zero)
             if featured:
                 composed((s, INT, row_numbers, places), asks, keys, first, panel, plan, pointers, zero)
             if free > first or cut < end:
@@ -169,21 +173,23 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
             if seeded:
                 count(s, places, keys, first, panel, plan, pointers, zero)
             panel_o = o + of_panel * head_dim_v
-            if guarded:
-                values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, by_rows, sums, zero)
-            elif by_rows:
+            if by_rows:
                 fill(sums, head_dim_v, zero)
-                if in_place:
+                if guarded:
+                    values_of_row_guarded(sums, v_first, v_stride, s, 1, keys, head_dim_v, zero)
+                elif in_place:
                     values_in_pages(sums, first, end, s, tile, plan, load(pointers, slot.V_AT, INT), zero)
                 else:
-                    values_of_row(sums, v_first, v_stride, s, keys, head_dim_v, zero)
+                    values_of_row(sums, v_first, v_stride, s, 1, keys, head_dim_v, zero)
                 rescale_row(panel_o, alpha, sums, head_dim_v, zero)
+            elif guarded:
+                values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, zero)
             else:
                 if packs:
                     column = (key_end - key0) * size
-                    values(panel_o, alpha, packed, PACKED, column, first - key0, s, keys, head_dim_v, zero)
+                    values(panel_o, alpha, packed, PACKED, column, first - key0, s, keys, head_dim_v, panel.rows, zero)
                 else:
-                    values(panel_o, alpha, v, v_stride, size, first - key0, s, keys, head_dim_v, zero)
+                    values(panel_o, alpha, v, v_stride, size, first - key0, s, keys, head_dim_v, panel.rows, zero)
 
 
 @compiled
@@ -349,7 +355,7 @@ def run_task(task, frame, scratch, zero):
     if chunks > 1:
         parts = load(frame, slot.PARTS, INT) + group_of_rows * chunks * size
         if own_leaves > 0:
-            copy_row(parts + chunk * size, scratch, size // size_of(zero), zero)
+            scaled_row(parts + chunk * size, scratch, size // size_of(zero), type(zero)(1), zero)
         if fetch_add(load(frame, slot.COUNTERS, INT) + (1 + group_of_rows) * 8) != chunks - 1:
             return
         nodes = min((end + node_tiles - 1) // node_tiles, chunks)  # nodes with a key that some row sees

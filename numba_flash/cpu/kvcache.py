@@ -33,6 +33,10 @@ BOUNDS = 0, slot.MAX_ROWS_ALONE, slot.MAX_ROWS_SPLIT, 2**62
 def run(problem: Problem, pointers: tuple[int, ...], lines: np.ndarray) -> None:
     """Attention of all sequences. pointers: in the order of options.Operands, followed by a seed and those of aux.
     lines: a row for each sequence, with the numbers that plan.py names (LINE_*)."""
+    if problem.packed is None:  # all sequences have the same queries
+        if lines.size and problem.heads and problem.seqlen_q:
+            _run_alike(problem, pointers, lines)
+        return
     rows = lines[:, slot.LINE_QUERIES] * (problem.heads // max(problem.heads_kv, 1))
     for low, high in zip(BOUNDS, BOUNDS[1:], strict=False):
         own = lines[(rows > low) & (rows <= high)]
@@ -47,7 +51,8 @@ def _of_queries(problem: Problem, queries: int) -> Problem:
 
 def _run_alike(problem: Problem, pointers: tuple[int, ...], lines: np.ndarray) -> None:
     """Runs the sequences of `lines`, which all take the same path through the kernel."""
-    lines = np.ascontiguousarray(lines[np.argsort(-lines[:, slot.LINE_KEYS], kind="stable")])  # long ones first
+    if len(lines) > 1:
+        lines = lines[np.argsort(-lines[:, slot.LINE_KEYS], kind="stable")]  # long ones first
     p = _of_queries(problem, int(lines[:, slot.LINE_QUERIES].max()))
     known = ready(p)
     numbers = known.numbers.copy()
@@ -56,7 +61,7 @@ def _run_alike(problem: Problem, pointers: tuple[int, ...], lines: np.ndarray) -
     aux, seed = seeded(known.functions, pointers[slot.AUX :], known.seeded)
     given = (*pointers[: slot.AUX], host_pointer(aux), seed, host_pointer(lines))
     dims, keys = p.head_dim + p.head_dim_v, lines[:, slot.LINE_KEYS]
-    operations = 2 * p.heads * dims * float((lines[:, slot.LINE_QUERIES] * keys).sum())
+    operations = 2 * p.heads * dims * float(lines[:, slot.LINE_QUERIES] @ keys)
     read = p.heads_kv * dims * ITEM_SIZE[p.dtype] * float(keys.sum())
     seconds = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND
 

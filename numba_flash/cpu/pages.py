@@ -6,7 +6,7 @@ import numpy as np
 
 from . import plan as slot
 from .elements import INT, compiled, gather, row_address
-from .panel import scores, values_of_row
+from .panel import scores_of_row, values_of_row
 from .vectors.build import load, size_of
 
 
@@ -38,11 +38,11 @@ def gather_pages(to, start, stride, key0, key_end, width, tile, plan, zero):
 
 @compiled
 def scores_in_pages(s, first, end, q, tile, plan, start, zero):
-    """`scores` of one row, for keys that lie in pages."""
+    """`scores_of_row` for keys that lie in pages."""
     key, k_row, head_dim = first, load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.HEAD_DIM, INT)
     while key < end:
         count, k = run_of(tile, key, end, start, plan, slot.K_STRIDE)
-        scores(s + (key - first) * size_of(zero), k, k_row, q, head_dim, count, True, zero)
+        scores_of_row(s + (key - first) * size_of(zero), 1, k, k_row, q, head_dim, count, zero)
         key += count
 
 
@@ -52,5 +52,5 @@ def values_in_pages(sums, first, end, p, tile, plan, start, zero):
     key, v_row, width = first, load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.HEAD_DIM_V, INT)
     while key < end:
         count, v = run_of(tile, key, end, start, plan, slot.V_STRIDE)
-        values_of_row(sums, v, v_row, p + (key - first) * size_of(zero), count, width, zero)
+        values_of_row(sums, v, v_row, p + (key - first) * size_of(zero), 1, count, width, zero)
         key += count

@@ -12,7 +12,7 @@ from . import plan as slot
 from .elements import INT, compiled, fill, get, length_and_offset, row_address
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, fetch_add, lanes, load, size_of, store
 from .vectors.panel import all_finite, largest, pack_rows, score_rows, value_rows
-from .vectors.row import dot_rows, rescale_row, value_columns
+from .vectors.row import dot_rows, value_columns
 from .vectors.scores import (
     cap_scores,
     cap_scores_slopes,
@@ -24,6 +24,7 @@ from .vectors.scores import (
 
 score_rows_all, score_rows_4, score_rows_2, score_rows_1 = (score_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 value_rows_all, value_rows_4, value_rows_2, value_rows_1 = (value_rows(n) for n in (TILE_KEYS, 4, 2, 1))
+score_rows_narrow, value_rows_narrow = score_rows(TILE_KEYS, 1), value_rows(TILE_KEYS, count=1)
 value_rows_guarded = value_rows(1, guarded=True)
 pack_rows_all, pack_rows_4, pack_rows_2, pack_rows_1 = (pack_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 dot_rows_4, dot_rows_1 = dot_rows(4), dot_rows(1)
@@ -112,19 +113,30 @@ def tiles_of(rows, tile_n):
 
 
 @compiled
-def scores(s, k, k_stride, q, head_dim, keys, by_rows, zero):
-    """s (keys, width) = k (keys, head_dim) @ q (head_dim, width)."""
-    size = size_of(zero)
-    key = 0
-    if by_rows:
-        while key + 4 <= keys:
-            dot_rows_4(s + key * size, k + key * k_stride, k_stride, q, head_dim, zero)
-            key += 4
-        while key < keys:
-            dot_rows_1(s + key * size, k + key * k_stride, k_stride, q, head_dim, zero)
-            key += 1
-        return
-    row = lanes(zero) * size
+def is_narrow(rows, zero):
+    """Whether the rows of a panel lie in its first vector: then most products leave out the others."""
+    return rows * PANEL_VECTORS <= lanes(zero)
+
+
+@compiled
+def scores_of_row(s, step, k, k_stride, q, head_dim, keys, zero):
+    """s (keys,), elements `step` apart, = k (keys, head_dim) @ q (head_dim,)."""
+    key, row = 0, step * size_of(zero)
+    while key + 4 <= keys:
+        dot_rows_4(s + key * row, step, k + key * k_stride, k_stride, q, head_dim, zero)
+        key += 4
+    while key < keys:
+        dot_rows_1(s + key * row, step, k + key * k_stride, k_stride, q, head_dim, zero)
+        key += 1
+
+
+@compiled
+def scores(s, k, k_stride, q, head_dim, keys, rows, zero):
+    """s (keys, lanes) = k (keys, head_dim) @ q (head_dim, lanes), of which `rows` exist."""
+    key, row = 0, lanes(zero) * size_of(zero)
+    while is_narrow(rows, zero) and key + TILE_KEYS <= keys:
+        score_rows_narrow(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
+        key += TILE_KEYS
     while key + TILE_KEYS <= keys:
         score_rows_all(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
         key += TILE_KEYS
@@ -155,14 +167,19 @@ def pack(to, v, v_stride, keys, width, zero):
 
 
 @compiled
-def values(o, alpha, v, v_stride, column, skip, p, keys, width, zero):
-    """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), with `keys` rows of v after `skip` others.
+def values(o, alpha, v, v_stride, column, skip, p, keys, width, rows, zero):
+    """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), of which `rows` exist, with `keys` rows of v after `skip`
+    others.
 
     v in place (v_stride bytes from row to row, column bytes from column to column), or packed, with v_stride PACKED.
     """
     size = size_of(zero)
     row = lanes(zero) * size
     at = 0
+    while is_narrow(rows, zero) and at + TILE_KEYS <= width:
+        stride = v_stride if v_stride != PACKED else TILE_KEYS * size
+        value_rows_narrow(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
+        at += TILE_KEYS
     while at + TILE_KEYS <= width:
         stride = v_stride if v_stride != PACKED else TILE_KEYS * size
         value_rows_all(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
@@ -181,35 +198,36 @@ def values(o, alpha, v, v_stride, column, skip, p, keys, width, zero):
 
 
 @compiled
-def values_of_row(sums, v, v_stride, p, keys, width, zero):
-    """sums (width,) += p (keys,) @ v (keys, width)."""
+def values_of_row(sums, v, v_stride, p, step, keys, width, zero):
+    """sums (width,) += p (keys,), elements `step` apart, @ v (keys, width)."""
     size, vector = size_of(zero), lanes(zero) // PANEL_VECTORS
     at = 0
     while at + 8 * vector <= width:
-        value_columns_8(sums + at * size, v + at * size, v_stride, p, keys, zero)
+        value_columns_8(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
         at += 8 * vector
     while at + 4 * vector <= width:
-        value_columns_4(sums + at * size, v + at * size, v_stride, p, keys, zero)
+        value_columns_4(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
         at += 4 * vector
     while at + vector <= width:
-        value_columns_1(sums + at * size, v + at * size, v_stride, p, keys, zero)
+        value_columns_1(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
         at += vector
     while at < width:
-        value_column(sums + at * size, v + at * size, v_stride, p, keys, zero)
+        value_column(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
         at += 1
 
 
 @compiled
-def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, sums, zero):
+def values_guarded(o, alpha, v, v_stride, p, keys, width, zero):
     """Like `values`, if v has NaN or Inf: a key whose weight is 0 is left out. Rare, so one column at a time."""
-    size = size_of(zero)
     for at in range(width):
-        if by_rows:
-            store(sums, 0, zero)
-            value_column_guarded(sums, v + at * size, v_stride, p, keys, zero)
-            rescale_row(o + at * size, alpha, sums, 1, zero)
-        else:
-            value_rows_guarded(o + at * lanes(zero) * size, alpha, v + at * size, v_stride, p, keys, zero)
+        value_rows_guarded(o + at * lanes(zero) * size_of(zero), alpha, v + at * size_of(zero), v_stride, p, keys, zero)
+
+
+@compiled
+def values_of_row_guarded(sums, v, v_stride, p, step, keys, width, zero):
+    """`values_of_row`, guarded likewise."""
+    for at in range(width):
+        value_column_guarded(sums + at * size_of(zero), v + at * size_of(zero), v_stride, p, step, keys, zero)
 
 
 @compiled

@@ -270,7 +270,7 @@ class WarnsIfSlow(Launch):
 
     def run(self, operands: Given, stream: int) -> None:
         from ..machine.announce import warn_caller
-        from ..select.cost_model import simulated_seconds
+        from .simulated import simulated_seconds
 
         seconds = self._times * simulated_seconds(self._problem, self._kernel)
         if seconds > 60:
@@ -424,6 +424,7 @@ class OnCpu(_ByAddresses):
         run(self._problem, operands, addresses_of(operands), self._code())
 
 
+@functools.cache
 def _cpu() -> Any:
     with toolchain.importing():
         from ..cpu import forward as cpu

@@ -1,5 +1,6 @@
 """Makes a launch from a BackwardChoice."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, targe
     return WarnsIfSlow(problem.forward, ready, choice.kernel, times=3.5) if target.simulated else ready
 
 
+@functools.cache
 def _cpu() -> Any:
     with toolchain.importing():
         from ..cpu import backward as cpu

@@ -4,7 +4,7 @@ from .groups import Group
 from .kvcache import context_parallel_attention_kvcache
 from .layout import Layout
 from .operation import context_parallel_attention, context_parallel_attention_backward
-from .whole import shard, unshard
+from .whole import peer_group, shard, unshard
 
 __all__ = [
     "Group",
@@ -12,6 +12,7 @@ __all__ = [
     "context_parallel_attention",
     "context_parallel_attention_backward",
     "context_parallel_attention_kvcache",
+    "peer_group",
     "shard",
     "unshard",
 ]

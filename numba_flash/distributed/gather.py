@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from . import local
-from .groups import MOST_MESSAGES, empty
+from .groups import MOST_MESSAGES, copy, empty
 from .layout import Piece, count, needed, pieces, unseen
 from .local import Call, OptionGradients
 
@@ -117,25 +117,48 @@ def _others(call: Call) -> list[int]:
 
 def _start(call: Call, k: Any, v: Any, heads: slice) -> Gathered:
     """Starts to gather the keys of some KV heads that this rank's rows see. All other keys are zeros."""
-    whole = []
-    for x in (k[:, :, heads], v[:, :, heads]):
-        made = empty(x, (x.shape[0], call.layout.seqlen, *x.shape[2:]))
-        for piece in pieces(call.layout, call.rank):
-            made[:, piece.whole] = x[:, piece.here]
-        whole.append(made)
+    own = k[:, :, heads], v[:, :, heads]
+    if call.group.takes_views(k):
+        return _start_views(call, *own)
+    whole = [empty(x, (x.shape[0], call.layout.seqlen, *x.shape[2:])) for x in own]
+    _keep(call, whole, own)
     coming = {rank: _arriving(whole, _moved(call, rank, call.rank), in_place=True) for rank in _others(call)}
 
     def place() -> None:
         for found in coming.values():
             for to, part in found.parts:
-                to[...] = part
+                copy(to, part)
 
     sends = {rank: _leaving(whole, _moved(call, call.rank, rank)) for rank in _others(call)}
     finish = call.group.send_recv(_filled(sends), _filled({r: x.buffers for r, x in coming.items()}), place)
-    for start, stop in unseen(call.layout, call.rank, call.reach):  # meanwhile; no key arrives there
+    _clear(call, whole)  # meanwhile
+    return Gathered(whole[0], whole[1], finish)
+
+
+def _start_views(call: Call, k: Any, v: Any) -> Gathered:
+    """`_start` where the group moves each piece of tokens from its place to its place, without copies here."""
+    own = [x.swapaxes(1, 2) for x in (k, v)]  # (batch, heads, tokens, dim), as messages are
+    whole = [empty(x, (*x.shape[:2], call.layout.seqlen, x.shape[3])) for x in own]
+    sends = {r: [x[:, :, piece.here] for x in own for piece in _moved(call, call.rank, r)] for r in _others(call)}
+    receives = {r: [x[:, :, piece.whole] for x in whole for piece in _moved(call, r, call.rank)] for r in _others(call)}
+    finish = call.group.send_recv(_filled(sends), _filled(receives))
+    whole = [x.swapaxes(1, 2) for x in whole]
+    _keep(call, whole, (k, v))  # meanwhile
+    _clear(call, whole)
+    return Gathered(whole[0], whole[1], finish)
+
+
+def _keep(call: Call, whole: list[Any], own: tuple[Any, Any]) -> None:
+    for made, x in zip(whole, own, strict=True):
+        for piece in pieces(call.layout, call.rank):
+            copy(made[:, piece.whole], x[:, piece.here])
+
+
+def _clear(call: Call, whole: list[Any]) -> None:
+    """Writes zeros where no key arrives."""
+    for start, stop in unseen(call.layout, call.rank, call.reach):
         for made in whole:
             made[:, start:stop] = 0
-    return Gathered(whole[0], whole[1], finish)
 
 
 def _sum(call: Call, shares: list[Any], results: list[Any]) -> Callable[[], Any]:
@@ -175,7 +198,7 @@ def _leaving(arrays: list[Any], found: tuple[Piece, ...]) -> list[Any]:
     for x in arrays:
         copies.append(empty(x, (x.shape[0], count(found), *x.shape[2:])))
         for here, piece in _in_copy(found):
-            copies[-1][:, here] = x[:, piece.whole]
+            copy(copies[-1][:, here], x[:, piece.whole])
     return copies
 
 

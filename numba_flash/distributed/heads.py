@@ -5,14 +5,15 @@ process. All of q, k, v and o is moved, where gathering moves k and v to all ran
 next one while this one is computed.
 
 Between ranks arrays are (batch, heads, tokens, dim). So with the caller's "bhsd" the heads of a rank lie together, and
-are sent and received without a copy. Here they are seen as (batch, tokens, heads, dim).
+are sent and received without a copy. Here they are seen as (batch, tokens, heads, dim). A group that takes views moves
+each piece of tokens from its place to its place.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from . import local
-from .groups import contiguous, empty, is_contiguous
+from .groups import contiguous, copy, empty, is_contiguous
 from .layout import pieces
 from .local import Call, OptionGradients
 
@@ -95,24 +96,30 @@ def to_heads(call: Call, *given: tuple[Any, slice]) -> tuple[list[Any], Callable
     layout, others = call.layout, _others(call)
     sends, receives = ({rank: list[Any]() for rank in others} for _ in range(2))
     made, parts = [], {rank: list[Any]() for rank in others}
+    views = call.group.takes_views(given[0][0])
     for x, cut in given:
         batch, _, heads, dim = x.shape
         made.append(_empty(x, (batch, layout.seqlen, cut.stop - cut.start, dim)))
         for rank in others:
-            sends[rank].append(contiguous(x[:, :, _of(rank, call, cut, heads)].swapaxes(1, 2)))
+            leaving = x[:, :, _of(rank, call, cut, heads)].swapaxes(1, 2)
+            if views:
+                sends[rank] += [leaving[:, :, piece.here] for piece in pieces(layout, call.rank)]
+                receives[rank] += [made[-1].swapaxes(1, 2)[:, :, piece.whole] for piece in pieces(layout, rank)]
+                continue
+            sends[rank].append(contiguous(leaving))
             receives[rank].append(empty(x, (batch, cut.stop - cut.start, layout.counts[rank], dim)))
             parts[rank].append(receives[rank][-1].swapaxes(1, 2))
 
     def put(rank: int, of_rank: list[Any]) -> None:
         for whole, part in zip(made, of_rank, strict=True):
             for piece in pieces(layout, rank):
-                whole[:, piece.whole] = part[:, piece.here]
+                copy(whole[:, piece.whole], part[:, piece.here])
 
     def place() -> None:
         for rank in others:
             put(rank, parts[rank])
 
-    finish = call.group.send_recv(_filled(sends), _filled(receives), place)
+    finish = call.group.send_recv(_filled(sends), _filled(receives), None if views else place)
     put(call.rank, [x[:, :, _own(call, cut, x.shape[2])] for x, cut in given])  # meanwhile
     return made, finish
 
@@ -122,23 +129,27 @@ def to_tokens(call: Call, *given: tuple[Any, Any, slice]) -> Callable[[], Any]:
     (batch, this rank's tokens, all heads, dim); which heads of each rank's share. -> a function that waits."""
     layout, others = call.layout, _others(call)
     sends, receives = ({rank: list[Any]() for rank in others} for _ in range(2))
-    copied = []
+    copied, views = [], call.group.takes_views(given[0][0])
     for x, result, cut in given:
         batch, _, count, dim = x.shape
         for rank in others:
+            place = result[:, :, _of(rank, call, cut, result.shape[2])].swapaxes(1, 2)
+            if views:
+                sends[rank] += [x.swapaxes(1, 2)[:, :, piece.whole] for piece in pieces(layout, rank)]
+                receives[rank] += [place[:, :, piece.here] for piece in pieces(layout, call.rank)]
+                continue
             part = empty(x, (batch, count, layout.counts[rank], dim))
             _take(part.swapaxes(1, 2), x, pieces(layout, rank))
             sends[rank].append(part)
-            place = result[:, :, _of(rank, call, cut, result.shape[2])].swapaxes(1, 2)
             receives[rank].append(place if is_contiguous(place) else empty(x, tuple(place.shape)))
             if not is_contiguous(place):
                 copied.append((place, receives[rank][-1]))
 
     def put() -> None:
         for place, buffer in copied:
-            place[...] = buffer
+            copy(place, buffer)
 
-    finish = call.group.send_recv(_filled(sends), _filled(receives), put)
+    finish = call.group.send_recv(_filled(sends), _filled(receives), put if copied else None)
     for x, result, cut in given:  # meanwhile
         _take(result[:, :, _own(call, cut, result.shape[2])], x, pieces(layout, call.rank))
     return finish
@@ -147,7 +158,7 @@ def to_tokens(call: Call, *given: tuple[Any, Any, slice]) -> Callable[[], Any]:
 def _take(part: Any, x: Any, found: Any) -> None:
     """part: a rank's tokens of x, which has all."""
     for piece in found:
-        part[:, piece.here] = x[:, piece.whole]
+        copy(part[:, piece.here], x[:, piece.whole])
 
 
 def _of(rank: int, call: Call, cut: slice, heads: int) -> slice:
@@ -171,7 +182,7 @@ def _empty(like: Any, shape: tuple[int, int, int, int]) -> Any:
 
 
 def _filled(messages: dict[int, list[Any]]) -> dict[int, list[Any]]:
-    return {rank: listed for rank, listed in messages.items() if 0 not in listed[0].shape}
+    return {rank: listed for rank, listed in messages.items() if listed and 0 not in listed[0].shape}
 
 
 def _all(finishes: list[Callable[[], Any]]) -> None:

@@ -184,13 +184,17 @@ class Piece(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def pieces(layout: Layout, owner: int, wanted: Part | None = None) -> tuple[Piece, ...]:
-    """The pieces of the owner's tokens that lie in `wanted` (None = all), in the order of its memory."""
-    found, local = [], 0
+    """The pieces of the owner's tokens that lie in `wanted` (None = all), in the order of its memory. What is together
+    there and in the whole is one piece."""
+    found, local = list[Piece](), 0
     for start, stop in layout.runs(owner):
         for low, high in ((start, stop),) if wanted is None else wanted:
             a, b = max(start, low), min(stop, high)
-            if a < b:
-                found.append(Piece(local + a - start, a, b))
+            here = local + a - start
+            if found and found[-1].stop == a < b and found[-1].here.stop == here:
+                found[-1] = found[-1]._replace(stop=b)
+            elif a < b:
+                found.append(Piece(here, a, b))
         local += stop - start
     return tuple(found)
 

@@ -221,7 +221,7 @@ def planned(
     call = Call(made, chosen, reach, packed, given)
     alone = [name for name in ("score_mod", "mask_mod", "dropout_p") if given.get(name)]
     least = batch * chosen.seqlen * (k.shape[-1] + v.shape[-1]) * (_item_size(k))
-    method, slices = _how(how, call, (heads, heads_kv, k.shape[-1]), least, alone, gradients)
+    method, slices = _how(how, call, k, (heads, heads_kv), least, alone, gradients)
     facts = dict(tokens=chosen.seqlen, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=k.shape[-1])
     facts |= dict(head_dim_v=v.shape[-1], dtype=str(q.dtype), method=method, left=left, right=reach.right)
     held: dict[str, Any] = dict(slices=slices, ahead=rule.ahead_of(slices, least, how[2]))
@@ -230,11 +230,11 @@ def planned(
 
 
 def _how(
-    how: Any, call: Call, sizes: tuple[int, int, int], least: int, alone: list[str], gradients: bool
+    how: Any, call: Call, k: Any, sizes: tuple[int, int], least: int, alone: list[str], gradients: bool
 ) -> tuple[str, tuple[int, ...]]:
-    """-> method and slices. sizes: heads, heads_kv, head_dim; alone: options that need the head's number in the whole,
+    """-> method and slices. sizes: heads and heads_kv; alone: options that need the head's number in the whole,
     such as functions and dropout."""
-    (method, count, most), size, (heads, heads_kv, head_dim) = how, call.group.size, sizes
+    (method, count, most), size, (heads, heads_kv) = how, call.group.size, sizes
     rule.check_method(method)
     if method == "auto":
         method = rule.method_of(size, heads, heads_kv, least, bool(alone) or call.packed, most, gradients)
@@ -259,8 +259,9 @@ def _how(
         raise NotImplementedError(f"{alone[0]} is told the number of a head of the whole: leave slices out")
     if count is not None or alone:
         return method, rule.equal_slices(moved, count or 1)
-    given = heads // heads_kv, head_dim, call.layout.seqlen
-    return method, rule.slices_of(moved, *given, *((least, most) if method == "gather" else ()))
+    by_heads = method == "heads"
+    given = heads // heads_kv, k.shape[-1], call.layout.seqlen, 0 if by_heads else least, most
+    return method, rule.slices_of(moved, *given, call.group.takes_views(k), gradients or by_heads)
 
 
 def _sizes(q: Any, k: Any, v: Any, packed: bool, transposed: bool) -> tuple[int, int, int, int]:

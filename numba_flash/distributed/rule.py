@@ -33,11 +33,19 @@ def method_of(
 
 
 def slices_of(
-    heads_kv: int, group: int, head_dim: int, tokens: int, least_bytes: int = 0, most: int = MOST_GATHERED
+    heads_kv: int,
+    group: int,
+    head_dim: int,
+    tokens: int,
+    least_bytes: int = 0,
+    most: int = MOST_GATHERED,
+    engines: bool = False,
+    gradients: bool = True,
 ) -> tuple[int, ...]:
     """The number of KV heads of each slice, each with `group` query heads; two slices fit into `most` bytes.
 
     Ranks must wait for the first slice, and in a backward for the last one's gradients. So these two are smaller.
+    engines: copy engines move the slices, which so cost little; without gradients the last one is then not smaller.
     An even number stays even, so that gradients are summed in the same order (kernels/steps/dq_order.py).
     """
     if least_bytes * heads_kv > most:
@@ -45,9 +53,10 @@ def slices_of(
         return equal_slices(heads_kv, next(counts, heads_kv))
     least = LEAST_HEADS_KV // 2 if group >= LARGE_GROUP and head_dim > WIDE else LEAST_HEADS_KV
     end = max(least, heads_kv // 4 // 2 * 2)
-    if tokens * heads_kv < FEW_ROWS or heads_kv % 2 or heads_kv < 2 * end:
+    if tokens * heads_kv < (FEW_ROWS // 2 if engines else FEW_ROWS) or heads_kv % 2 or heads_kv < 2 * end:
         return (heads_kv,)
-    return tuple(n for n in (end, heads_kv - 2 * end, end) if n)
+    last = end if gradients or not engines else 0
+    return tuple(n for n in (end, heads_kv - end - last, last) if n)
 
 
 def equal_slices(heads_kv: int, count: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ PLACES = 2  # number of the stream that copies received data to its place; lanes
 
 
 @functools.cache
-def _stream(current: Any, number: int) -> Any:
+def side_stream(current: Any, number: int) -> Any:
     """A side stream. Each current stream has its own, so that it can wait for it before it reuses memory."""
     return torch.cuda.Stream(current.device)
 
@@ -29,6 +29,7 @@ class TorchGroup(Group):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a member of group")
+        self.transport = dist.get_backend(group)
         self._tags = itertools.count()  # a new tag for each message, so that gloo cannot confuse two
 
     def send_recv(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None = None) -> Callable[[], Any]:
@@ -36,7 +37,7 @@ class TorchGroup(Group):
         if first is None or not first.is_cuda:
             return self._on_host(sends, receives, then)
         current = torch.cuda.current_stream(first.device)
-        side = _stream(current, PLACES)
+        side = side_stream(current, PLACES)
         with self._said(sends, receives):
             # NCCL's own stream waits for the current one, not for the last exchange's `then`. So exchanges follow each
             # other at once, before a persistent kernel takes all multiprocessors.
@@ -59,7 +60,7 @@ class TorchGroup(Group):
         if not like.is_cuda:
             return super().beside(work, like, lane)
         current = torch.cuda.current_stream(like.device)
-        stream = _stream(current, lane % 2)
+        stream = side_stream(current, lane % 2)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             work()

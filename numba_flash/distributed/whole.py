@@ -79,6 +79,23 @@ def group_of(group: Any) -> Group:
     )
 
 
+def peer_group(group: Any, *, memory: int = 256 << 20) -> Group:
+    """The ranks of a torch process group on one host, whose GPUs read each other's memory.
+
+    >>> group = numba_flash.distributed.peer_group(process_group)
+
+    A Group for all calls of this module. Copy engines move the tokens, where NCCL's kernels take multiprocessors from
+    attention. `group.transport` is then "copy engines". It is "nccl", with a RuntimeWarning that says why, where that
+    cannot be: ranks on several hosts, GPUs that cannot read each other's memory, or a group of gloo.
+
+    A collective call, to be made once, after torch.cuda.set_device. memory: bytes that each GPU lends to the others as
+    long as the Group lives; exchanges of any size go through them. Needs torch's symmetric memory (torch 2.6).
+    """
+    from .peer_memory import of
+
+    return of(group, memory)
+
+
 _agreed: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()
 
 

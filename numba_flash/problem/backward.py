@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import Layout
-from ..arrays.dtypes import ITEM_SIZE
+from ..arrays.dtypes import ITEM_SIZE, conversion
 from .forward import LAYOUTS, Problem, check_one_place
 from .options import GRADIENT_OF, OPTION_ARRAYS, RANKS, Options, daux_name
 from .strides import Strides, axes_strides, check_strides, contiguous_strides, element_strides
@@ -131,7 +131,7 @@ def _check_input(name: str, array: Layout, q: Layout, shape: tuple[int, ...], dt
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, not {array.shape}")
     if array.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, not {array.dtype}")
+        raise TypeError(f"{name} must be {dtype}, not {array.dtype}; {conversion(name, array.family, dtype)}")
 
 
 def _strides(name: str, shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:

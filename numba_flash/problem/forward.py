@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..arrays import DTYPES, Layout
-from ..arrays.dtypes import COMPUTE_DTYPE
+from ..arrays.dtypes import COMPUTE_DTYPE, conversion
 from ..functions import NARROW
 from .option_checks import (
     MAX_EXTENT,
@@ -300,10 +300,9 @@ def _conversion(q: Layout) -> str:
     if q.dtype.startswith("complex"):
         return "attention of complex numbers is not defined here"
     if q.dtype.startswith(">"):  # of another byte order
-        return f"convert it first, as with q.astype({q.dtype[1:]!r})"
-    if q.dtype in ("int32", "uint32", "int64", "uint64", "float96", "float128", "longdouble") or q.dtype == "float80":
-        return "convert it first, as with " + ("q.double()" if q.family == "torch" else "q.astype('float64')")
-    return "convert it first, as with " + ("q.float()" if q.family == "torch" else "q.astype('float32')")
+        return conversion("q", q.family, q.dtype[1:])
+    wide = "int32", "uint32", "int64", "uint64", "float80", "float96", "float128", "longdouble"
+    return conversion("q", q.family, "float64" if q.dtype in wide else "float32")
 
 
 def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int, int, int, int, int]:

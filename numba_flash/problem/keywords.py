@@ -40,6 +40,6 @@ def unexpected(function: str, name: str, own: Iterable[str] = ()) -> TypeError:
     """The error for a keyword argument that the function does not have; `own` are those that it has."""
     instead = INSTEAD.get(name)
     if instead is None and own:
-        instead = next(iter(difflib.get_close_matches(name, [*own], 1)), None)
+        instead = next(iter(difflib.get_close_matches(name, [*own], 1, cutoff=0.7)), None)
     said = f"{function}() got an unexpected keyword argument {name!r}"
     return TypeError(f"{said}: use {instead}" if instead else said)

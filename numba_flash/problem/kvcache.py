@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Layout
+from ..arrays.dtypes import conversion
 from .forward import LAYOUTS, Problem, check_one_place, check_rows_apart
 from .options import Options
 from .packed import bounds
@@ -148,10 +149,8 @@ def _check_rank(name: str, array: Layout, rank: int, words: str) -> None:
 def _check(name: str, array: Layout, shape: tuple[Any, ...], words: str, dtypes: tuple[str, ...]) -> None:
     """None in a shape is any extent."""
     if array.dtype not in dtypes:
-        to = dtypes[0]
-        how = f"{name}.to(torch.{to})" if array.family == "torch" else f"{name}.astype({to!r})"
-        advice = f"; convert it first, as with {how}" if "int" in array.dtype else ""
-        raise TypeError(f"{name} must be {' or '.join(dtypes)}, not {array.dtype}{advice}")
+        advice = conversion(name, array.family, dtypes[0])
+        raise TypeError(f"{name} must be {' or '.join(dtypes)}, not {array.dtype}; {advice}")
     same = len(array.shape) == len(shape)
     if not same or any(want not in (None, have) for want, have in zip(shape, array.shape, strict=True)):
         raise ValueError(f"{name} must have shape {words}, not {array.shape}")

@@ -68,7 +68,9 @@ def check_alignment(name: str, array: Array) -> None:
     """Checks that elements are at multiples of their size; otherwise a GPU stops the whole process."""
     size = ITEM_SIZE.get(array.layout.dtype, 1)
     if array.pointer % size:
-        raise ValueError(f"{name} starts at address {array.pointer:#x}, not a multiple of its {size}-byte elements")
+        raise ValueError(
+            f"{name} starts at address {array.pointer:#x}, not a multiple of its {size}-byte elements: copy it"
+        )
 
 
 def anything_near(written: Array, arrays: list[Array]) -> bool:

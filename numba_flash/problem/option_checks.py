@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..arrays import AUX_DTYPES, Layout, refuse_jax_tracer
+from ..arrays.dtypes import conversion
 from .options import BY_NAME, Option
 from .strides import Strides, element_strides
 
@@ -134,7 +135,9 @@ def _strides(option: Option, array: Layout, q_dtype: str, sizes: tuple[int, int,
     if array.dtype not in dtypes and option.shape not in ("batch", "ends"):
         if dtypes == ("bool",):
             raise TypeError(f"{name} must be bool (True = attend), not {array.dtype}; an additive one goes to bias=")
-        raise TypeError(f"{name} must be {' or '.join(dtypes)} beside q of {q_dtype}, not {array.dtype}")
+        is_mask = name == "bias" and array.dtype == "bool"
+        advice = "a mask goes to mask=, True = attend" if is_mask else conversion(name, array.family, dtypes[0])
+        raise TypeError(f"{name} must be {' or '.join(dtypes)} beside q of {q_dtype}, not {array.dtype}; {advice}")
     if option.shape == "scores":
         return _broadcast_strides(name, array, sizes)
     if option.shape == "ends":
@@ -169,8 +172,7 @@ def _by_batch(name: str, array: Layout, batch: int) -> tuple[int, ...]:
     if array.dtype != "int32" or array.shape != (batch,):
         library = "jax.numpy" if array.family == "jax" else "numpy" if array.family == "foreign" else array.family
         one = f"; one number for all entries is {library}.full(({batch},), {name})" if array.shape == () else ""
-        how = f"{name}.int()" if array.family == "torch" else f"{name}.astype('int32')"
-        advice = one or (f"; convert it first, as with {how}" if array.dtype == "int64" else "")
+        advice = one or ("" if array.dtype == "int32" else f"; {conversion(name, array.family, 'int32')}")
         raise (TypeError if array.dtype != "int32" else ValueError)(
             f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}{advice}"
         )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, Layout, host_view
+from ..arrays.dtypes import conversion
 from .options import PACKED_ARRAYS, Options, Packed
 
 SPANS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k")  # the arrays that say where sequences are
@@ -34,8 +35,7 @@ def sizes(options: Options, total_q: int, total_k: int) -> tuple[int, int, int]:
     ends = [options.array(name) for name in PACKED_ARRAYS]
     for name, array in zip(PACKED_ARRAYS, ends, strict=True):
         if array.dtype != "int32":
-            how = f"{name}.int()" if array.family == "torch" else f"{name}.astype('int32')"
-            raise TypeError(f"{name} must be int32, not {array.dtype}; convert it first, as with {how}")
+            raise TypeError(f"{name} must be int32, not {array.dtype}; {conversion(name, array.family, 'int32')}")
         if len(array.shape) != 1 or not array.shape[0]:
             raise ValueError(f"{name} must have shape (batch + 1,), not {array.shape}: 0, and where each sequence ends")
     if ends[0].shape != ends[1].shape:
@@ -126,9 +126,9 @@ def spans_of_operands(problem: Any, operands: Any) -> list[Span]:
 
 def _rows(ends: Any, total: int, most: int) -> tuple[Any, Any]:
     """-> (first rows, numbers of rows), clamped as on a device (kernels/steps/sequence.py)."""
-    ends = ends.astype(np.int64)
-    first = np.clip(ends[:-1], 0, total)
-    return first, np.clip(np.minimum(ends[1:], total) - first, 0, most)
+    ends = np.minimum(ends.astype(np.int64), total)  # twice as fast as np.clip
+    first = np.maximum(ends[:-1], 0)
+    return first, np.minimum(np.maximum(ends[1:] - first, 0), most)
 
 
 def outside(spans: list[tuple[int, int]], total: int) -> np.ndarray:

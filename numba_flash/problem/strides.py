@@ -11,7 +11,8 @@ def check_strides(name: str, array: Layout) -> None:
     size = ITEM_SIZE.get(array.dtype, 1)
     if any(s * array.unit % size for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
         strides = tuple(s * array.unit for s in array.strides)
-        raise ValueError(f"{name} has strides {strides} in bytes, which are not multiples of its {size}-byte elements")
+        words = f"{name} has strides {strides} in bytes, which are not multiples of its {size}-byte elements"
+        raise ValueError(f"{words}: copy it")
 
 
 def element_strides(array: Layout) -> tuple[int, ...]:

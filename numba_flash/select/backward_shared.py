@@ -88,8 +88,7 @@ def first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any
 
 
 def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:
-    """The kernels of the wanted gradients of options with one number for each head. of_blocks: as in
-    HeadSumsConfig."""
+    """The kernels of the wanted gradients of options with one number for each head. of_blocks: as in HeadSumsConfig."""
     made, threads, dtype = [], 16 if target.simulated else 1024, problem.forward.dtype
     for name, option in HEAD_GRADIENTS.items():
         given = problem.forward.array(option.name)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ..problem.forward import Problem
 from ..problem.ranges import key_tiles
-from .rungs import RUNGS
 
 SAMPLES = 24  # about how many query tiles of a head are examined
 ENDS = 0.5  # the overhead of a query tile, in key tiles
@@ -25,10 +24,6 @@ class Speed(NamedTuple):
 
 # In float32; docs/measurements/wgmma_forward_float32.md has the measurements behind them.
 FLOAT32 = {"wgmma": Speed(2.5, 0.42e6, 0.0), "mma": Speed(0.4, 0.22e6, 2.0)}
-
-# In the simulator: the time for one score, and for each element of its products, {on tensor cores: time};
-# v2 and mma on one core of a busy server, 2026. One thread runs at a time, so only the amount of work counts.
-SIMULATED_SCORE_SECONDS, SIMULATED_PRODUCT_SECONDS = 25e-6, {False: 2.3e-6, True: 0.8e-6}
 
 
 def wave_cost(
@@ -76,9 +71,8 @@ def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
     """Whether every part of a query tile of `queries` queries visits the same key tiles as the whole, with the same
     ones masked.
 
-    It holds if an edge of causal or of a window moves from one key tile to the next only between query tiles. A part
-    is half of the queries, a quarter and so on, at least two. With a mask or a mask_mod the answer is unknown, so
-    False.
+    It holds if an edge of causal or of a window moves from one key tile to the next only between query tiles. A part is
+    half of the queries, a quarter and so on, at least two. With a mask or a mask_mod the answer is unknown, so False.
     """
     if problem.array("mask") is not None or problem.function("mask_mod") is not None:
         return False
@@ -86,13 +80,6 @@ def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
     edges += [problem.q_offset - problem.left] if problem.left is not None else []
     known = problem.q_offset_source == "number"
     return not edges or (known and tile_n % queries == 0 and not any(edge % queries for edge in edges))
-
-
-def simulated_seconds(problem: Problem, kernel: str = "v2") -> float:
-    """How long a kernel takes in Numba's simulator if all scores are seen; causal may halve it."""
-    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
-    of_product = SIMULATED_PRODUCT_SECONDS[RUNGS[kernel].tensor_cores]
-    return scores * (SIMULATED_SCORE_SECONDS + of_product * (problem.head_dim + problem.head_dim_v))
 
 
 def _lengths(

@@ -136,8 +136,3 @@ def _not_asked(rung: Rung, kernel: str, target: Target, copies: bool) -> str:
     if target.cc is None:
         return no_gpu(target)
     return "the arrays are in host memory" + "; it runs when named, with copies to the GPU and back" * copies
-
-
-def kernel_of_backward(kernel: str) -> str:
-    """The rung that a framework's backward asks for, where its forward asked for `kernel`."""
-    return kernel if kernel in RUNGS and RUNGS[kernel].has_backward else "auto"

@@ -114,6 +114,43 @@ def test_other_dtypes(ranks, dtype):
         assert same[:3] == ROWS
 
 
+# Streams beside each other or in one queue, and flags that go round with 32 bits.
+WAYS = {"two queues": (2, 0), "one queue": (1, 0), "numbers go round": (2, 2**32 - 5)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_peers_move_views_of_any_kind(ranks, size, way):
+    """Through slots that are used again and again, since a message is larger than all of them."""
+    for sent in ranks.run(size, "moved_by_peers", 512, *WAYS[way]):
+        assert max(sent) > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "size", "layout", "seqlen"),
+    [
+        ("causal", "gather", 2, "zigzag", 331),
+        ("causal", "gather", 4, "contiguous", 331),
+        ("window", "gather", 2, "zigzag", 331),
+        ("functions", "gather", 2, "zigzag", 331),
+        ("sinks", "heads", 2, "zigzag", 331),
+        ("causal", "heads", 2, "contiguous", 331),
+        ("sinks", "ring", 3, "zigzag", 331),
+        ("causal", "gather", 4, "contiguous", 3),
+    ],
+)
+def test_peers_change_no_bits(ranks, name, method, size, layout, seqlen):
+    given = name, method, layout, seqlen
+    assert ranks.run(size, "over_peers", 4096, 2, 0, "compared", *given) == ranks.run(size, "compared", *given)
+
+
+def test_a_group_says_what_moves_its_tokens(ranks):
+    assert (
+        ranks.run(2, "transport")
+        == [("gloo", ["tokens are moved by gloo: the backend of the group is gloo, not nccl"])] * 2
+    )
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_generation_has_the_bits_of_one_process(ranks, size):
     assert ranks.run(size, "from_caches") == [[True, True]] * size

@@ -6,6 +6,7 @@ Each case is a function of this file that a rank calls with its group. Its name 
 import datetime
 import os
 import traceback
+import warnings
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 import numba_flash
 from numba_flash import distributed
+
+from . import cpu_peers
 
 PATIENCE = datetime.timedelta(seconds=300)  # of a machine that does much else
 IMPATIENCE = datetime.timedelta(seconds=15)  # of the group in which a rank does not come
@@ -68,7 +71,7 @@ def compared(group, name, method, layout, seqlen, dtype="float32"):
     mine = [o, lse, *gradients(o, lse, distributed.shard(do, group, 2, layout), parts, options)]
     found = [distributed.unshard(x.detach(), group, 2, layout, seqlen=seqlen) for x in mine[:5]]
     if "sinks" in options:
-        dist.all_reduce(mine[5], group=group)
+        dist.all_reduce(mine[5], group=getattr(group, "group", group))
         found.append(mine[5])
     given = [x.requires_grad_() for x in given]
     o, lse = numba_flash.attention(*given, return_lse=True, q_offset=0, **options)
@@ -78,6 +81,40 @@ def compared(group, name, method, layout, seqlen, dtype="float32"):
         torch.testing.assert_close(one, other.detach(), **tolerance)
     names = ("o", "lse", "dq", "dk", "dv", "dsinks")
     return [n for n, one, other in zip(names, found, expected, strict=False) if torch.equal(one, other)]
+
+
+def over_peers(group, slot, queues, first, name, *arguments):
+    """A case of this file with a PeerGroup."""
+    return globals()[name](cpu_peers.peers(group, slot, queues, first), *arguments)
+
+
+def moved_by_peers(group, slot, queues, first):
+    """Views of many kinds, in several exchanges that end in another order than that in which they begin. -> how many
+    letters went to each rank"""
+    made = cpu_peers.peers(group, slot, queues, first)
+    rank, others = made.rank, [r for r in range(made.size) if r != made.rank]
+
+    def views(of, to, turn):
+        """What rank `of` sends to `to`, with other strides than those with which it arrives."""
+        if (of + to + turn) % 3 == 0:
+            return []
+        x = torch.arange(2 * 5 * 3 * 8 * (1 + of)).view(2, 5 * (1 + of), 3, 8) + 1000 * (10 * of + to + 100 * turn)
+        return [x.transpose(1, 2), x[:, 1:3, :, ::2], x[0, :, 0, 0], x[:1, :0]]
+
+    def places(of, to, turn):
+        return [torch.full((*x.shape[:-1], 2 * x.shape[-1]), -1)[..., : x.shape[-1]] for x in views(of, to, turn)]
+
+    waiting = []
+    for turn in range(6):
+        sends = {r: x for r in others if (x := views(rank, r, turn))}
+        receives = {r: x for r in others if (x := places(r, rank, turn))}
+        waiting.append((turn, receives, made.send_recv(sends, receives)))
+    for turn, receives, finish in reversed(waiting):
+        finish()
+        for r, listed in receives.items():
+            for x, expected in zip(listed, views(r, rank, turn), strict=True):
+                assert torch.equal(x, expected), (turn, r)
+    return [sent - first for sent in made.sent]
 
 
 def collectives(group):
@@ -154,3 +191,11 @@ def numbers(group):
     """Sizes of ranks that differ, and a dtype for each."""
     x = np.arange(7)
     return distributed.unshard(torch.from_numpy(distributed.shard(x, group, 0)), group, 0, seqlen=7).tolist()
+
+
+def transport(group):
+    """That of peer_group, and what the warning says."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made = distributed.peer_group(group)
+    return made.transport, [str(each.message) for each in said]

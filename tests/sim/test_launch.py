@@ -54,13 +54,13 @@ from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.config.wgmma_join import WgmmaJoinConfig
 from numba_flash.debug.kernels import modules
+from numba_flash.dispatch.simulated import simulated_seconds
 from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import source
 from numba_flash.machine import toolchain
 from numba_flash.problem.options import uses
 from numba_flash.ptx.sim import launch, numbers
 from numba_flash.ptx.sim.launch import Pointer
-from numba_flash.select import cost_model
 from numba_flash.select.rungs import RUNGS
 
 cuda = None  # `numba.cuda`, put here by the tests: the simulator swaps module globals that are this module
@@ -321,7 +321,7 @@ def test_the_predicted_time_is_about_right():
     started = time.perf_counter()
     numba_flash.attention(**case.arguments(), kernel="v2")
     seconds = time.perf_counter() - started
-    predicted = cost_model.simulated_seconds(numba_flash.explain(**case.arguments()).problem)
+    predicted = simulated_seconds(numba_flash.explain(**case.arguments()).problem)
     assert predicted / 10 < seconds < predicted * 10
 
 

@@ -302,6 +302,10 @@ def test_the_rule():
     assert slices(8, tokens=8192) == (8,) and slices(4) == (4,), "what it takes to begin"
     assert slices(2, tokens=65536) == (2,) and slices(1, tokens=131072) == (1,)
     assert slices(6, tokens=32768) == (2, 2, 2) and slices(9) == (9,), "the order of sums"
+    assert slices(8, engines=True) == (2, 4, 2) and slices(8, engines=True, gradients=False) == (2, 6)
+    assert slices(8, tokens=8192, engines=True, gradients=False) == (2, 6) and slices(8, tokens=4096, engines=True) == (
+        8,
+    )
     assert slices(8, least_bytes=25, most=100) == (2,) * 4 and slices(6, least_bytes=51, most=100) == (1,) * 6
 
 

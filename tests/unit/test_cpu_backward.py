@@ -13,6 +13,7 @@ from numba import njit
 import numba_flash
 from numba_flash import testing
 from numba_flash.cpu.backward_plan import ENOUGH_TILES, MAX_TILE_M, TILE_N
+from numba_flash.cpu.plan import MAX_ROWS_ALONE
 from numba_flash.cpu.vectors.build import TILE_KEYS, Shape, load
 from numba_flash.cpu.vectors.scores import cap_scores_slopes
 from numba_flash.problem.backward import GRADIENTS
@@ -20,6 +21,7 @@ from numba_flash.testing import Case
 
 LANES = {np.float32: Shape(numba.float32).lanes, np.float64: Shape(numba.float64).lanes}
 VECTOR = Shape(numba.float32).width
+FEW = MAX_ROWS_ALONE, VECTOR  # query rows that are taken one by one, and those that fill one vector of a panel
 
 
 def attention_backward(case, do, o, lse, dlse=None, **options):
@@ -86,9 +88,10 @@ def test_sizes_at_the_edges_of_tiles(seqlen_q, seqlen_k, head_dim, head_dim_v, d
 
 
 @pytest.mark.parametrize("dtype", testing.DTYPES)
-def test_every_feature_over_several_tiles(dtype):
+@pytest.mark.parametrize("rows", [*FEW, 4 * MAX_TILE_M + 10])
+def test_every_feature_over_several_tiles(rows, dtype):
     generator = np.random.default_rng(3)
-    seqlen_q, seqlen_k = 2 * MAX_TILE_M + 5, 2 * TILE_N + 9
+    seqlen_q, seqlen_k = rows // 2, 2 * TILE_N + 9
     check(
         problem(
             seqlen_q, seqlen_k, batch=2, heads=4, heads_kv=2, dtype=dtype,
@@ -208,8 +211,9 @@ def test_tasks_take_turns_on_many_threads(layer):
     assert result.returncode == 0 and result.stdout.strip() == "True", result.stderr
 
 
-def test_bits_do_not_depend_on_batch_neighbours():
-    case = problem(200, 500, batch=4, head_dim=16)
+@pytest.mark.parametrize("seqlen_q", [*FEW, 200])
+def test_bits_do_not_depend_on_batch_neighbours(seqlen_q):
+    case = problem(seqlen_q, 500, batch=4, head_dim=16)
     do, o, lse, dlse = inputs_of(case)
     together = attention_backward(case, do, o, lse, dlse)
     for b in range(4):
@@ -220,9 +224,11 @@ def test_bits_do_not_depend_on_batch_neighbours():
 
 # What is left out changes nothing of the rest, and is None.
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_wanted(softcap):
+@pytest.mark.parametrize("seqlen_q", [*FEW, 70])
+def test_wanted(seqlen_q, softcap):
     slopes, sinks = np.ones((2, 2), np.float32)
-    case = problem(70, 200, softcap=softcap, bias=np.ones((70, 200), np.float32), alibi_slopes=slopes, sinks=sinks)
+    bias = np.ones((seqlen_q, 200), np.float32)
+    case = problem(seqlen_q, 200, softcap=softcap, bias=bias, alibi_slopes=slopes, sinks=sinks)
     inputs = inputs_of(case)
     everything = attention_backward(case, *inputs)
     for wanted in (*((name,) for name in GRADIENTS), ("dq", "dk"), ("dq", "dv"), ("dk", "dv"), ("dv", "dbias")):
@@ -236,10 +242,11 @@ def test_wanted(softcap):
 
 # Keys behind the end, keys that the mask removes for all, keys that it removes for some.
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_nan_in_removed_keys_does_not_change_a_bit(softcap):
-    mask = np.random.default_rng(1).random((1, 1, 150, 260)) < 0.5
+@pytest.mark.parametrize("seqlen_q", [*FEW, 150])
+def test_nan_in_removed_keys_does_not_change_a_bit(seqlen_q, softcap):
+    mask = np.random.default_rng(1).random((1, 1, seqlen_q, 260)) < 0.5
     mask[..., 100] = False
-    case = problem(150, 260, head_dim=20, mask=mask, seqlens_k=np.array([250], np.int32), softcap=softcap)
+    case = problem(seqlen_q, 260, head_dim=20, mask=mask, seqlens_k=np.array([250], np.int32), softcap=softcap)
     inputs = inputs_of(case)
     clean = attention_backward(case, *inputs)
     for rows in (slice(100, 101), slice(250, 260)):
@@ -249,15 +256,17 @@ def test_nan_in_removed_keys_does_not_change_a_bit(softcap):
     assert not clean.dk[:, :, 100].any() and not clean.dv[:, :, 250:].any()
 
 
-def test_nan_in_a_row_reaches_only_the_keys_it_sees():
-    case = problem(150, 150, causal=True)
+@pytest.mark.parametrize(("seqlen", "row"), [(FEW[0], 2), (FEW[1], 3), (150, 60)])
+def test_nan_in_a_row_reaches_only_the_keys_it_sees(seqlen, row):
+    case = problem(seqlen, seqlen, causal=True)
     do, o, lse, dlse = inputs_of(case)
     clean = attention_backward(case, do, o, lse, dlse)
-    case.q[:, :, 60], do[:, :, 60] = np.nan, np.inf
+    case.q[:, :, row], do[:, :, row] = np.nan, np.inf
     strange = attention_backward(case, do, o, lse, dlse)
-    assert np.isnan(strange.dk[:, :, :61]).all() and np.isnan(strange.dv[:, :, :61]).all()
-    assert np.isnan(strange.dq[:, :, 60]).all()
-    for name, rows in (("dk", slice(61, None)), ("dv", slice(61, None)), ("dq", slice(61, None)), ("dq", slice(60))):
+    behind = slice(row + 1, None)
+    assert np.isnan(strange.dk[:, :, : row + 1]).all() and np.isnan(strange.dv[:, :, : row + 1]).all()
+    assert np.isnan(strange.dq[:, :, row]).all()
+    for name, rows in (("dk", behind), ("dv", behind), ("dq", behind), ("dq", slice(row))):
         # the sums over rows go key by key where something is strange, each in the same order
         assert bits([getattr(strange, name)[:, :, rows]]) == bits([getattr(clean, name)[:, :, rows]])
 
@@ -270,6 +279,15 @@ def test_rows_without_keys_give_and_get_nothing():
     case.q[:, :, :30], do[:, :, :30], dlse[:, :, :30] = np.nan, np.nan, np.inf
     assert bits(attention_backward(case, do, o, lse, dlse)) == bits(clean)
     assert not clean.dq[:, :, :30].any() and clean.dq[:, :, 30:].any()
+
+
+@pytest.mark.parametrize("seqlen_q", FEW)
+def test_keys_outside_the_window_of_few_queries_get_nothing(seqlen_q):
+    case = problem(seqlen_q, 5 * TILE_N, window=(20, 0), q_offset=2 * TILE_N + 30)
+    got = attention_backward(case, *inputs_of(case))
+    first, end = 2 * TILE_N + 10, 2 * TILE_N + 30 + seqlen_q
+    for gradient in got[1:3]:
+        assert not gradient[:, :, :first].any() and not gradient[:, :, end:].any() and gradient[:, :, first:end].all()
 
 
 def test_infinite_bias_removes_a_key():

@@ -383,6 +383,7 @@ NAMED = {
     "simt/v2": ("algorithm", "first_kernels", "names"),
     "mma/forward": ("algorithm", "first_kernels", "tensor_cores", "names"),
     "wgmma/forward": ("algorithm", "first_kernels", "tensor_cores", "hopper", "names"),
+    "wgmma/backward": ("algorithm", "first_kernels", "tensor_cores", "backward", "hopper", "names"),
 }
 
 

@@ -16,7 +16,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 # The rooms, from the top down. A module imports its own floor and those below it. A new file stands on the floor of
 # its folder.
 FLOORS = (
-    ("__main__", "described", "debug"),
+    ("__main__", "debug"),
     ("compat", "testing", "mods", "distributed"),
     ("api",),
     ("bridges",),

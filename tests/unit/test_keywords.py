@@ -63,6 +63,8 @@ def test_packed_sequences_have_functions_where_others_have_arrays():
 
 def test_a_name_that_nobody_has_is_refused_as_python_does():
     assert said("attention", CALLS["attention"], nonsense=1).endswith("got an unexpected keyword argument 'nonsense'")
+    of_backward = said("attention_backward", CALLS["attention_backward"], out=X)
+    assert of_backward.endswith("got an unexpected keyword argument 'out'")  # and does not take it for layout
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -15,22 +15,23 @@ CHAINS = 4  # independent chains of additions or comparisons
 TOGETHER = 2  # keys that softmax takes at once: two chains of operations a vector hide each other's latency
 
 
-def _product(b, shape, rows, depth, scalar_at, panel, store, guarded=False):
+def _product(b, shape, rows, depth, scalar_at, panel, store, guarded=False, count=PANEL_VECTORS):
     """rows x panel register tile: sum over i < depth of scalar_at(row, i) * panel[i], then store(row, v, sum).
 
-    guarded: a term whose panel element is 0 is left out, so that 0 times NaN adds nothing.
+    guarded: a term whose panel element is 0 is left out, so that 0 times NaN adds nothing. count: the vectors of the
+    panel that have rows.
     """
     zero = shape.const(0.0)
-    tile = [(row, v) for row in range(rows) for v in range(PANEL_VECTORS)]
+    tile = [(row, v) for row in range(rows) for v in range(count)]
 
     def body(i, sums):
         base = b.mul(i, I64(shape.lanes))
-        vectors = [shape.load(b, panel, b.add(base, I64(v * shape.width))) for v in range(PANEL_VECTORS)]
+        vectors = [shape.load(b, panel, b.add(base, I64(v * shape.width))) for v in range(count)]
         results = []
         for row in range(rows):
             x = shape.splat(b, b.load(scalar_at(row, i)))
-            for v in range(PANEL_VECTORS):
-                old = sums[row * PANEL_VECTORS + v]
+            for v in range(count):
+                old = sums[row * count + v]
                 new = shape.fma(b, x, vectors[v], old)
                 results.append(b.select(b.fcmp_unordered("!=", vectors[v], zero), new, old) if guarded else new)
         return results
@@ -40,25 +41,28 @@ def _product(b, shape, rows, depth, scalar_at, panel, store, guarded=False):
         store(row, v, total)
 
 
-def score_rows(rows):
+def score_rows(rows, count=PANEL_VECTORS):
     """s[row] = k[row] . q for `rows` keys: an intrinsic (s, k, k_stride, q, head_dim, zero)."""
 
     def build(b, shape, s, k, k_stride, q, depth):
-        """s (rows, lanes) = k (rows, head_dim, contiguous along it) @ q (head_dim, lanes)."""
+        """s (rows, lanes) = k (rows, head_dim, contiguous along it) @ q (head_dim, lanes), 0 behind `count` vectors."""
         s, q = shape.pointer(b, s), shape.pointer(b, q)
         keys = [shape.pointer(b, b.add(k, b.mul(k_stride, I64(row)))) for row in range(rows)]
 
         def store(row, v, total):
             shape.store(b, total, s, I64(row * shape.lanes + v * shape.width))
 
-        _product(b, shape, rows, depth, lambda row, i: b.gep(keys[row], [i]), q, store)
+        _product(b, shape, rows, depth, lambda row, i: b.gep(keys[row], [i]), q, store, count=count)
+        for row in range(rows):
+            for v in range(count, PANEL_VECTORS):
+                store(row, v, shape.const(0.0))
 
-    build.__name__ = f"score_rows_{rows}"
+    build.__name__ = f"score_rows_{rows}_{count}"
     return vector_function("iiiii")(build)
 
 
-def value_rows(rows, guarded=False):
-    """`rows` elements of every v row into o: an intrinsic (o, alpha, v, v_stride, p, keys, zero)."""
+def value_rows(rows, guarded=False, count=PANEL_VECTORS):
+    """`rows` elements of every v row into `count` vectors of o: an intrinsic (o, alpha, v, v_stride, p, keys, zero)."""
 
     def build(b, shape, o, alpha, v, v_stride, p, keys):
         """o (rows, lanes) = alpha * o + v (keys, rows)^T @ p (keys, lanes).
@@ -75,9 +79,9 @@ def value_rows(rows, guarded=False):
             index = I64(row * shape.lanes + at * shape.width)
             shape.store(b, shape.fma(b, shape.load(b, o, index), alphas[at], total), o, index)
 
-        _product(b, shape, rows, keys, scalar_at, p, store, guarded)
+        _product(b, shape, rows, keys, scalar_at, p, store, guarded, count)
 
-    build.__name__ = f"value_rows_{rows}{'_guarded' if guarded else ''}"
+    build.__name__ = f"value_rows_{rows}_{count}{'_guarded' if guarded else ''}"
     return vector_function("iiiiii")(build)
 
 

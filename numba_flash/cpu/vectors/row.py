@@ -12,10 +12,10 @@ from .panel import exponents, take_base
 
 
 def dot_rows(rows):
-    """s[row] = k[row] . q for `rows` keys: an intrinsic (s, k, k_stride, q, head_dim, zero)."""
+    """s[row] = k[row] . q for `rows` keys: an intrinsic (s, step, k, k_stride, q, head_dim, zero)."""
 
-    def build(b, shape, s, k, k_stride, q, depth):
-        """s (rows,) = k (rows, head_dim) @ q (head_dim,), both contiguous along head_dim."""
+    def build(b, shape, s, step, k, k_stride, q, depth):
+        """s (rows,), elements `step` apart, = k (rows, head_dim) @ q (head_dim,), both contiguous along head_dim."""
         s, q = shape.pointer(b, s), shape.pointer(b, q)
         keys = [shape.pointer(b, b.add(k, b.mul(k_stride, I64(row)))) for row in range(rows)]
         whole = b.and_(depth, I64(-shape.width))
@@ -32,10 +32,10 @@ def dot_rows(rows):
         sums = [shape.across(b, "fadd", total) for total in sums]
         sums = loop(b, whole, depth, I64(1), sums, scalars)
         for row, total in enumerate(sums):
-            b.store(total, b.gep(s, [I64(row)]))
+            b.store(total, b.gep(s, [b.mul(step, I64(row))]))
 
     build.__name__ = f"dot_rows_{rows}"
-    return vector_function("iiiii")(build)
+    return vector_function("iiiiii")(build)
 
 
 @vector_function("iixiii")
@@ -73,21 +73,22 @@ def softmax_row(b, shape, s, keys, scale_log2, m, l, alpha):
 
 
 def value_columns(vectors, guarded=False):
-    """sums += p @ v for a few columns of v: an intrinsic (sums, v, v_stride, p, keys, zero).
+    """sums += p @ v for a few columns of v: an intrinsic (sums, v, v_stride, p, step, keys, zero).
 
     vectors: how many vectors of columns; 0 stands for a single column.
     """
 
-    def build(b, shape, total, v, v_stride, p, keys):
-        """total (columns,) += p (keys,) @ v (keys, columns); guarded: p = 0 leaves the key out. Keys are added one
-        after the other, so that a part of them in one call and the others in the next give the same bits."""
+    def build(b, shape, total, v, v_stride, p, step, keys):
+        """total (columns,) += p (keys,), elements `step` apart, @ v (keys, columns); guarded: p = 0 leaves the key out.
+        Keys are added one after the other, so that a part of them in one call and the others in the next give the same
+        bits."""
         total, p = shape.pointer(b, total), shape.pointer(b, p)
         columns = [I64(at * shape.width) for at in range(vectors)]
         zero = ir.Constant(shape.scalar, 0.0)
 
         def body(i, sums):
             row = shape.pointer(b, b.add(v, b.mul(v_stride, i)))
-            weight = b.load(b.gep(p, [i]))
+            weight = b.load(b.gep(p, [b.mul(i, step)]))
             if vectors:
                 x = shape.splat(b, weight)
                 new = [shape.fma(b, x, shape.load(b, row, at), t) for at, t in zip(columns, sums, strict=True)]
@@ -107,7 +108,7 @@ def value_columns(vectors, guarded=False):
             b.store(found, total)
 
     build.__name__ = f"value_columns_{vectors}{'_guarded' if guarded else ''}"
-    return vector_function("iiiii")(build)
+    return vector_function("iiiiii")(build)
 
 
 @vector_function("iiii")

@@ -185,18 +185,18 @@ def widen_row(half):
 widen_half, widen_bfloat = widen_row(True), widen_row(False)
 
 
-@vector_function("iii")
-def copy_row(b, shape, to, source, count):
-    """to (count,) = source (count,), both contiguous and of the precision."""
-    to, source = shape.pointer(b, to), shape.pointer(b, source)
+@vector_function("iiix")
+def scaled_row(b, shape, to, source, count, scale):
+    """to (count,) = scale * source (count,), both contiguous and of the precision."""
+    to, source, scales = shape.pointer(b, to), shape.pointer(b, source), shape.splat(b, scale)
     whole = b.and_(count, I64(-shape.width))
 
     def vectors(i, _):
-        shape.store(b, shape.load(b, source, i), to, i)
+        shape.store(b, b.fmul(shape.load(b, source, i), scales), to, i)
         return []
 
     def scalars(i, _):
-        b.store(b.load(b.gep(source, [i])), b.gep(to, [i]))
+        b.store(b.fmul(b.load(b.gep(source, [i])), scale), b.gep(to, [i]))
         return []
 
     loop(b, I64(0), whole, I64(shape.width), [], vectors)

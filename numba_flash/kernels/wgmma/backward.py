@@ -37,8 +37,10 @@ Launch: grid (batch * heads_kv * parts of a group * key tiles), or (batch * head
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k, v and do. dk, dv and dq are
 contiguous; with config.members, dk_sums and dv_sums are what wgmma/backward_add_parts reads.
 
-The rest is in backward_work.py (a block's tiles), backward_producer.py, backward_products.py, backward_scores.py (P and
-dS of a tile), backward_key_outputs.py, and backward_of_queries.py (what only a block with queries does).
+Six files have the rest, in this order: backward_work.py (the tiles of a block, and block.py's words for them),
+backward_producer.py (the two threads that load), backward_loops.py (the tiles that a consumer visits),
+backward_products.py (its products), backward_scores.py (P and dS of a tile), backward_outputs.py (the gradients to
+global memory).
 """
 
 from typing import Any, NamedTuple
@@ -47,10 +49,10 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import griddepcontrol, local, special, wgmma
 from ..score import aux_gradient, fragments
-from ..steps.basics import FALSE, inlined, named, nothing
+from ..steps.basics import FALSE, inlined, nothing
 from . import (
-    backward_key_outputs,
-    backward_of_queries,
+    backward_loops,
+    backward_outputs,
     backward_producer,
     backward_products,
     backward_scores,
@@ -64,45 +66,22 @@ from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
 class TileStep(NamedTuple):
-    """A tile in the loop of a consumer."""
+    """A tile of the other side, in the loop of a consumer."""
 
-    n: Any  # its number among those that the block loads
-    i: Any
-    member: Any  # index of the head in its group
-    masked: Any  # some row does not see some column, or a mask hides something
-    asks: Any  # mask_mod removes something
-    lse_log2: Any  # this and minus_delta: as backward_scores.py takes them
-    minus_delta: Any
-    term: Any  # of the head (kernels/score/fragments.py)
-
-
-def query_loop(config):
-    """-> device functions of a consumer with keys, by which it loops over query tiles. limit: the number of tiles. The
-    next tile is looked for `early`, beside the products of this one, if some are left out."""
-    walk = backward_work.query_walk(config, whole_warp=True)
-
-    @inlined
-    def start(base, arrays, strides):
-        """-> (limit, where the states of tiles are, the first tile, its head's index)"""
-        limit = walk.steps(base)
-        i, member = walk.first(base, arrays, strides)
-        return limit, int32(0), i, member
-
-    @inlined
-    def following(base, i, member, limit, states, arrays, strides):
-        return walk.next(base, i, member, arrays, strides)
-
-    @inlined
-    def needs_mask(base, i, member, arrays, strides):
-        """-> (whether mask_mod removes something of tile i, i); if none is left, of some other tile."""
-        return walk.needs_mask(base, i, member, arrays, strides), i
-
-    return named(start, following, needs_mask, early=walk.present)
+    n: Any  # number of tiles before it, of all heads
+    i: Any  # its number in its head: its first query or key is i * config.other_rows
+    member: Any  # index of the query head in its group; 0 if the block owns queries
+    masked: Any  # whether some row may not see some column, or a mask may hide something
+    asks: Any  # whether mask_mod removes something
+    lse_log2: Any  # with of_keys the shared address of the tile's lse and -delta; otherwise (2,), of the lane's rows
+    minus_delta: Any  # likewise
+    term: Any  # the number that all scores of the head share: ALiBi's slope
 
 
 def make(config):
+    # of_ds: the block sums up dS times a, which is dK or dQ; of_p: P times b, which is dV.
     of_keys, of_ds, of_p, plan = config.of_keys, config.of_ds, config.of_p, config.shared_layout()
-    s_count, frag_count = config.other_rows // 2, config.other_rows // 4
+    s_count, frag_count = config.other_rows // 2, config.other_rows // 4  # a lane's registers
     a_count, b_count = config.head_dim_padded // 2 if of_ds else 1, config.head_dim_v_padded // 2 if of_p else 1
     pin_s, pin_a = wgmma.pin(s_count), wgmma.pin(a_count)
     pin_b = wgmma.pin(b_count) if of_keys else nothing
@@ -119,24 +98,23 @@ def make(config):
     zero_keys = block.tail_zeroer(config, config.head_dim_padded, 4) if cuts_keys else nothing
     aux = aux_gradient.make(config) if config.wanted_aux else None
     if of_keys:
-        work, producer, loop = backward_work.of_keys(config), backward_producer.of_keys(config), query_loop(config)
-        write_keys, write_queries, load_rows = backward_key_outputs.of_block(config), None, None
+        work, producer = backward_work.of_keys(config), backward_producer.of_keys(config)
+        loop, write = backward_loops.over_queries(config), backward_outputs.of_keys(config)
     else:
         work, producer = backward_work.of_queries(config), backward_producer.of_queries(config)
-        loop, write_keys = backward_of_queries.key_loop(config), None
-        load_rows, write_queries = backward_of_queries.load_rows(config), backward_of_queries.writer(config)
+        loop, write = backward_loops.over_keys(config), backward_outputs.of_queries(config)
 
     @inlined
     def ahead(base, i, member, tile, arrays, strides, sizes):
-        """-> whether mask_mod removes something of tile i, the next one; what it leaves is being loaded."""
+        """-> whether mask_mod removes something of tile i, the next one. Issues loads of what it leaves there."""
         asks, i = loop.needs_mask(base, i, member, arrays, strides)
         scores.load_ahead(base, i, member, asks, tile, arrays, strides, sizes)
         return asks
 
     @inlined
     def to_ds(base, step, tile, own_desc, elected, arrays, strides, sizes, score):
-        """Computes P of a tile, whose S has been issued, then dP and dS. own_desc: that of the warpgroup's rows of V or
-        dO."""
+        """tile.p_frag, tile.ds_frag <- P and dS of a TileStep, whose S has been issued. tile: the TileFragments;
+        own_desc: wgmma's descriptor of the warpgroup's rows of V or dO."""
         every = scores.prepare(base, step, tile, arrays, strides, sizes)
         wait_all()
         pin_s(tile.acc_s)
@@ -157,7 +135,7 @@ def make(config):
 
     @inlined
     def finish_sums(base, n, acc_a, acc_b, elected):
-        """Waits for the sums of the n-th tile, but not for S of the next one, and releases it."""
+        """Waits until the n-th tile is in acc_a and acc_b, but not for S of the next one, and releases it."""
         if of_p and of_ds:
             wait_but_two()
             rings.b.consumer_release(base, n, elected)
@@ -173,6 +151,7 @@ def make(config):
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of the block's tile."""
+        # Registers: TileFragments has the shapes of those that are not named here.
         acc_s, acc_dp = local.array(s_count, float32), local.array(s_count, float32)
         acc_a = local.array(a_count, float32)  # dK or dQ: (head_dim_padded / 8, 4)
         acc_b = local.array(b_count, float32)  # dV: (head_dim_v_padded / 8, 4)
@@ -199,12 +178,12 @@ def make(config):
             if config.wanted_aux:
                 aux.start(run)
             lse_log2, minus_delta = local.array(2, float32), local.array(2, float32)
-            load_rows(base, arrays, strides, sizes, lse_log2, minus_delta)
+            loop.load_rows(base, arrays, strides, sizes, lse_log2, minus_delta)
 
         limit, states, i, member = loop.start(base, arrays, strides)
         n = int32(0)
         rings.own.consumer_wait(base, n)
-        if cuts_keys:
+        if cuts_keys:  # the first tile has the last keys: K past the valid ones <- 0
             rings.a.consumer_wait(base, n)
             keys_left = int32(word(base, KEYS) - i * config.tile_n)
             if i >= limit and keys_left < config.tile_n:
@@ -244,15 +223,15 @@ def make(config):
             aux.finish_warp(run, arrays, sizes)
 
         if of_keys:
-            write_keys(base, acc_a, acc_b, arrays, strides, sizes, score)
+            write(base, acc_a, acc_b, arrays, strides, sizes, score)
         else:
-            write_queries(base, acc_a, arrays, strides, sizes, score)
+            write(base, acc_a, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_backward(tensor_maps, arrays, strides, sizes, score):
         base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
         thread, warpgroup = special.thread_index(), warpgroup_index()
-        if config.packed:
+        if config.packed:  # the grid may have more blocks than the sequences have tiles
             if tiles.behind(special.block_index(), arrays, strides, sizes):
                 griddepcontrol.wait()
                 return

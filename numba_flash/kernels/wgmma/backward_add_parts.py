@@ -15,7 +15,7 @@ from numba import cuda, float32, int32, int64, uint32
 from ...ptx import griddepcontrol, local, memory, special
 from ..steps.basics import divide, inlined, parts_of
 from ..steps.sequence import make as make_sequence
-from . import backward_key_outputs
+from . import backward_outputs
 from .block import clear
 
 
@@ -25,7 +25,7 @@ def make(config):
     dk_blocks, dv_blocks = -(-config.head_dim // 16) * 2, -(-config.head_dim_v // 16) * 2
     dk_count, dv_count = 4 * dk_blocks if config.of_dk else 1, 4 * dv_blocks if config.of_dv else 1
     sequence_of = make_sequence(config)
-    write = backward_key_outputs.make(config, 64)
+    write = backward_outputs.key_rows(config, 64)
 
     def adder(blocks, padded):
         @inlined

@@ -53,7 +53,7 @@ from . import (
     backward_block_tiles,
     backward_dq_alone,
     backward_dq_sums,
-    backward_key_outputs,
+    backward_outputs,
     backward_producer,
     backward_products,
     backward_scores,
@@ -108,12 +108,12 @@ def make(config):
     multiply_ds_k = wgmma.product_shared(dq_columns, operands.kind(config), ds_steps, k_steps, 1)
     # How far apart the warpgroups' parts are: by columns of K, or by rows of dS.
     own_columns, own_queries = (k_panel, 0) if config.dq_panels == 2 else (0, 64 * 128)
-    describe_columns = wgmma.descriptor(k_panel, 1024, 128)
+    describe_columns = operands.describe_columns(tile_n)
     pin_s, pin_dk, pin_dv, pin_dq = wgmma.pin(s_count), wgmma.pin(dk_count), wgmma.pin(dv_count), wgmma.pin(dq_count)
 
     give_registers, take_registers = block.register_moves(config)
 
-    products, write_gradients = backward_products.make(config), backward_key_outputs.of_block(config)
+    products, write_gradients = backward_products.make(config), backward_outputs.of_keys(config)
     count, mask_words = kept_weights.on_fragments(config, 1, tile_m), fragments.tile(config, 1, tile_m).mask_words
     tiles = backward_block_tiles.make(config)
     scores, producer = backward_scores.make(config), backward_producer.of_keys(config)

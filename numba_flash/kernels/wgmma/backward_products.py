@@ -43,9 +43,8 @@ def make(config):
     own_rows, tile_rows, plan = config.own_rows, config.other_rows, config.shared_layout()
     columns, rings = (config.head_dim_padded, config.head_dim_v_padded), pipeline.of_backward(config)
     multiply_s, multiply_dp = (operands.rows_by_rows(config, own_rows, tile_rows, count) for count in columns)
-    kind, row_steps = operands.kind(config), operands.row_steps(tile_rows)
-    add_a, add_b = (wgmma.product_registers(count, kind, row_steps, 1) for count in columns)
-    describe_columns = wgmma.descriptor(tile_rows * 128, 1024, 128)
+    add_a, add_b = (operands.fragment_by_tile(config, tile_rows, count) for count in columns)
+    describe_columns = operands.describe_columns(tile_rows)
     # 1: the product is added to the accumulator's value
     to_lse, to_delta = int(config.lse_first), int(config.delta_first)
     read_by_lanes = pipeline.read_by_lanes(config)

@@ -16,7 +16,7 @@ from numba import cuda, int32
 
 from ...ptx import cluster, fence, wgmma
 from ..steps.basics import inlined, named
-from . import paired_tiles, parts, pipeline
+from . import operands, paired_tiles, parts, pipeline
 from .block import elected
 from .operands import describe_rows, wait_all, wait_but_one
 
@@ -66,7 +66,7 @@ def of_kind(config, is_a, columns, own_at, place, exchange):
 
     multiply_first, multiply_second = of_scores(0), of_scores(panels - 1)
     add_first, add_second = of_sums(0), of_sums(panels - 1)
-    describe_columns = wgmma.descriptor(panel, 1024, 128)
+    describe_columns = operands.describe_columns(rows)
     pin_scores, pin_frag = wgmma.pin(rows // 2), wgmma.pin(config.PARTS * rows // 4)
     pin_first, pin_second = wgmma.pin(first_count), wgmma.pin(second_count)
 

@@ -19,13 +19,13 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from ...ptx import bar, fence, local, memory, special, wgmma
-from ..score import fragment_softmax, fragments, reads, sum_term, tile_walk
-from ..steps.basics import FALSE, TRUE, first_row_of, inlined, nothing
+from ..score import fragment_softmax, reads, tile_walk
+from ..steps.basics import FALSE, TRUE, inlined, nothing
 from ..steps.sequence import key_row, make as make_sequence, queries as make_queries, query_row
-from . import block, forward_outputs, parts, pipeline, producer, tile_scores
-from .block import BEGIN, CUT, FREE, H_KV, KEYS, MEMBERS, STATES, STOP, B, H, rows_of_lane, tile_of, word, word_alone
+from . import block, forward_outputs, operands, parts, pipeline, producer, tile_scores
+from .block import BEGIN, CUT, FREE, H_KV, KEYS, MEMBERS, STATES, STOP, B, tile_of, word, word_alone
 from .operands import describe_rows, wait_all, wait_but_one
-from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
+from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters
 
 Q_ROWS = 32  # rows of a consumer's 64 that it splits at a time
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python ints: see basics.py
@@ -51,7 +51,7 @@ def make(config):
 
     multiply_p_v = parts.product_of_registers(v_columns, tile_n, (0, v_part))
     multiply_0, multiply_1, multiply_2, multiply_3 = (of_q_k(min(panel, k_panels - 1)) for panel in range(4))
-    describe_v = wgmma.descriptor(kv_panel, 1024, 128)
+    describe_v = operands.describe_columns(tile_n)
     pin_s, pin_panel, pin_p = wgmma.pin(s_count), wgmma.pin(panel_count), wgmma.pin(p_count)
     give_registers, take_registers = block.register_moves(config)
 
@@ -63,13 +63,12 @@ def make(config):
     v_loader = parts.loader(tile_n, config.head_dim_v, v_columns, kv_panel, v_part)
     raw_words = max(k_loader.words, v_loader.words)
 
-    mask_words = fragments.tile(config, 1).mask_words
-    read, options, kept_weights = reads.make(config, 1), tile_scores.make(config), counting(config)
+    options, bias_type = tile_scores.make(config), reads.make(config, 1).bias_type
+    mask_words, shown_words, kept_words, bias_words = options.words
     walk, producer_walk = tile_walk.make(config, whole_warp=True), tile_walk.make(config)
     start, softmax, finish = fragment_softmax.make(config, 1)
-    has_term, load_terms = sum_term.make(config) is not None, sum_term.on_fragments(config, 2)
     to_p = parts.to_operand(tile_n)
-    write = forward_outputs.make(config, finish)
+    outputs = forward_outputs.make(config, finish)
 
     # The producer.
 
@@ -189,8 +188,7 @@ def make(config):
     def step(base, me, tile, registers, arrays, strides, sizes, score):
         """One KeyTile: S, softmax, O."""
         of_scores, acc_s, acc_o, p_frag = registers.scores, registers.scores.acc_s, registers.acc_o, registers.p_frag
-        if read.reads:
-            options.load(tile, of_scores, arrays, strides, sizes)
+        options.load(tile, of_scores, arrays, strides, sizes)
 
         # S: a product for each panel of columns, and their sum.
         part_1, part_2 = local.array(s_count, float32), local.array(s_count, float32)
@@ -216,9 +214,8 @@ def make(config):
         options.find_bits(tile, of_scores, sizes)
         factor = options.finish(base, tile, of_scores, arrays, strides, sizes, score)
         moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor)
-        if kept_weights.drops:
-            kept_weights.find(tile.j, tile.work_tile, registers.kept, arrays, sizes)
-            kept_weights.drop(acc_s, registers.kept)
+        options.find_kept(tile, registers.kept, arrays, sizes)
+        options.drop(acc_s, registers.kept)
         to_p(acc_s, p_frag)
         rescale(acc_o, registers.alpha, moved)
 
@@ -241,11 +238,11 @@ def make(config):
     def consume(base, me, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
         acc_s, acc_o = local.array(s_count, float32), local.array(o_count, float32)
-        p_frag, kept = local.array(p_count, uint32), local.array(kept_weights.words, uint32)
+        p_frag, kept = local.array(p_count, uint32), local.array(kept_words, uint32)
         m, l, alpha = local.array(2, float32), local.array(2, float32), local.array(2, float32)
         terms, distance = local.array(2, float32), local.array(2, float32)
-        loaded, mask_bits = local.array(read.bias_words, read.bias_type), local.array(mask_words, uint32)
-        scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(read.bits_words, uint32), terms, distance)
+        loaded, mask_bits = local.array(bias_words, bias_type), local.array(mask_words, uint32)
+        scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(shown_words, uint32), terms, distance)
         registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, kept)
         n, i = int32(0), int32(0)  # number of key tiles, and of query tiles, so far
         rings.tiles.consumer_wait(base, i)
@@ -257,8 +254,7 @@ def make(config):
             load_q(base, me, work_tile, arrays, strides, sizes)
             start(registers.m, registers.l)
             block.clear(acc_o, o_count)
-            options.row_terms(terms, work_tile, arrays, strides)
-            block.clear(mask_bits, mask_words)
+            options.begin(scores, work_tile, arrays, strides)
             while j >= begin:
                 # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left
                 # window, again some that are seen in part.
@@ -272,11 +268,8 @@ def make(config):
                     step(base, me, tile, registers, arrays, strides, sizes, score)
                     n = int32(n + 1)
                     j = int32(walk.next_tile(states, j, begin, arrays, strides))
-            if has_term:
-                first_row, lane = rows_of_lane()
-                lane_row = first_row + first_row_of(lane)
-                load_terms(distance, word(work_tile, B), word(work_tile, H), lane_row, arrays, strides)
-            write(work_tile, registers, arrays, strides, sizes, score)
+            outputs.load_sinks(distance, work_tile, arrays, strides)
+            outputs.write(work_tile, registers, arrays, strides, sizes, score)
             bar.warp_sync()  # all lanes have read the work tile
             rings.tiles.consumer_release(base, i, block.elected())
             i = int32(i + 1)

@@ -15,11 +15,10 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import griddepcontrol, local, memory, special
-from ..score import fragment_softmax, sum_term
+from ..score import fragment_softmax
 from ..score.fragments import exponential_of
-from ..steps.basics import first_row_of, inlined
+from ..steps.basics import inlined, named
 from . import block, forward_outputs, pipeline
-from .block import B, H, rows_of_lane, word
 from .producer import query_tiles
 from .tile_scores import ConsumerRegisters, ScoreRegisters
 
@@ -27,7 +26,7 @@ CHUNK = 128 * 16  # bytes of four numbers of each thread of a warpgroup
 
 
 def of_parts(config):
-    """-> (leave, add), device functions of a consumer's threads: registers <-> acc_o."""
+    """-> device functions of a consumer's threads: registers <-> acc_o."""
     chunks, consumers, parts = config.head_dim_v_padded // 8, config.consumers, config.parts
     exponential = exponential_of(config)
 
@@ -68,14 +67,13 @@ def of_parts(config):
                     now = registers.acc_o[4 * chunk + x] * older[x // 2]
                     registers.acc_o[4 * chunk + x] = now + four[x].view(np.float32) * newer[x // 2]
 
-    return leave, add
+    return named(leave, add)
 
 
 def make(config):
     o_count, parts, rings = config.head_dim_v_padded // 2, config.parts, pipeline.of_forward(config)
     start, _, finish = fragment_softmax.make(config, 1)
-    write, work, (_, add) = forward_outputs.make(config, finish), query_tiles(config), of_parts(config)
-    has_term, load_terms = sum_term.make(config) is not None, sum_term.on_fragments(config, 2)
+    outputs, work, add = forward_outputs.make(config, finish), query_tiles(config), of_parts(config).add
 
     @inlined
     def join(base, arrays, strides, sizes, score):
@@ -88,17 +86,14 @@ def make(config):
         start(m, l)
         block.clear(acc_o, o_count)
         add(special.block_index() * parts, registers, distance, arrays)
-        if has_term:
-            first_row, lane = rows_of_lane()
-            lane_row = first_row + first_row_of(lane)
-            load_terms(distance, word(work_tile, B), word(work_tile, H), lane_row, arrays, strides)
-        write(work_tile, registers, arrays, strides, sizes, score)
+        outputs.load_sinks(distance, work_tile, arrays, strides)
+        outputs.write(work_tile, registers, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_join(arrays, strides, sizes, score):
         base = block.aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
         if special.thread_index() == 0:
-            tile = work.of(base, int32(0), special.block_index() * parts, arrays, strides, sizes)
+            tile = work.work_tile_of(base, int32(0), special.block_index() * parts, arrays, strides, sizes)
             block.write_tile(rings.work_tile(base, int32(0)), tile)
         cuda.syncthreads()
         griddepcontrol.wait()

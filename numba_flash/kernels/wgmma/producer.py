@@ -30,7 +30,8 @@ SHORT = 2  # key tiles
 
 @functools.cache
 def query_tiles(config):
-    """-> device functions for one thread."""
+    """-> device functions for one thread, the scheduler. t: a query tile's number in the launch; i: its number in the
+    block."""
     tile_n, group, queries = config.tile_n, config.group_size, config.queries
     l2_rows = L2_BYTES // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
     rings = pipeline.of_forward(config)
@@ -136,7 +137,7 @@ def query_tiles(config):
         write(work_tile, STATES, states)
 
     @inlined
-    def of(base, i, t, arrays, strides, sizes):
+    def work_tile_of(base, i, t, arrays, strides, sizes):
         """-> the WorkTile of query tile t, the block's i-th; with config.parts of the t-th part of all of them. If no
         tile is left, the first one replaces it, without members, so that roles need no branch."""
         part = int32(0)
@@ -164,7 +165,7 @@ def query_tiles(config):
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
         """Tells the producer and the consumers that query tile t is the block's i-th. -> where its Q is"""
-        tile, work = of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
+        tile, work = work_tile_of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
         if packed:  # at once: behind the wait it would be read again, which takes registers that the scheduler lacks
             sequence = sequence_of(tile.b, arrays, strides, sizes)
         rings.tiles.producer_acquire(base, i)
@@ -205,7 +206,7 @@ def query_tiles(config):
             memory.exchange(counter, uint32(0))
             memory.exchange(counter + 4, uint32(0))
 
-    return named(publish, following, reset, of=of)
+    return named(work_tile_of, publish, following, reset)
 
 
 def make(config):

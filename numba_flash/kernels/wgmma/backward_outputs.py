@@ -1,28 +1,29 @@
-"""Writes dK and dV of a key tile from a block's sums, in 16 bits. Rows that are not finite are computed again.
+"""Writes the gradients of a tile in 16 bits: dK and dV from a block with keys, dQ from a block with queries. Rows that
+are not finite are computed again.
 
-dK is multiplied by scale. Where weights are dropped, dV is multiplied by how often a kept weight counts.
+dK and dQ are multiplied by scale. Where weights are dropped, dV is multiplied by how often a kept weight counts.
 """
 
 import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import local, memory, special
-from ..recompute import keys as recompute
+from ..recompute import keys as recompute_keys, queries as recompute_queries
 from ..steps import row_writers
 from ..steps.basics import divide, inlined
-from ..steps.sequence import key_row
+from ..steps.sequence import QueryTile, key_row, query_row
 from . import block
 from .backward_work import head_parts_of
-from .block import FIRST_ROW, H_KV, PART, B, rows_of_lane
+from .block import FIRST_ROW, H_KV, PART, B, H, rows_of_lane
 
 
-def make(config, rows):
+def key_rows(config, rows, dk_at, dv_at):
     """-> write, a device function. rows: keys of the tile."""
     store_dk, store_dv = (
         row_writers.of_gradient(config.dtype, 16, -(-columns // 16) * 2, columns % 8 == 0)
         for columns in (config.head_dim, config.head_dim_v)
     )
-    recompute_keys, drops = recompute.make(config, config.of_dk, config.of_dv), config.seeded
+    recompute, drops = recompute_keys.make(config, config.of_dk, config.of_dv), config.seeded
 
     @inlined
     def write(acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score):
@@ -41,15 +42,15 @@ def make(config, rows):
             kept_count = score.kept_count if drops else float32(1)
             nonfinite |= store_dv(acc_dv, kept_count, lane, arrays.dv, to, row, *left, int32(config.head_dim_v))
         if nonfinite != 0:
-            recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
+            recompute(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return write
 
 
-def of_block(config):
+def of_keys(config):
     """-> write_gradients, a device function of a consumer warpgroup of a block that owns keys."""
     tile_n, sequence_of, word = config.tile_n, block.sequence_of_work(config), block.state_of(config).read
-    write_outputs = make(config, tile_n)
+    write_outputs = key_rows(config, tile_n)
 
     @inlined
     def leave_sums(own, acc, blocks, sums, sizes):
@@ -78,3 +79,26 @@ def of_block(config):
             write_outputs(acc_dk, acc_dv, *rows_of_lane(), *place_of_tile, arrays, strides, sizes, score)
 
     return write_gradients
+
+
+def of_queries(config):
+    """-> write(base, acc_dq, arrays, strides, sizes, score), a device function of a consumer warpgroup of a block that
+    owns queries."""
+    tile_m, head_dim = config.tile_m, config.head_dim
+    word, queries_of = block.state_of(config).read, block.sequence_of_work(config, queries=True)
+    store = row_writers.of_gradient(config.dtype, 16, -(-head_dim // 16) * 2, head_dim % 8 == 0)
+    recompute = recompute_queries.make(config)
+
+    @inlined
+    def write(base, acc_dq, arrays, strides, sizes, score):
+        """A warp writes its rows of dQ."""
+        first_row, lane = rows_of_lane()
+        own = QueryTile(word(base, B), word(base, H), word(base, FIRST_ROW), int32(0))
+        sequence = queries_of(base, arrays, strides, sizes)
+        left = int32(min(sequence.seqlen_q - own.first_query, tile_m) - first_row)
+        to, row = query_row(strides.dq, sequence, own.h, own.first_query + first_row), strides.dq[2]
+        nonfinite = store(acc_dq, score.scale, lane, arrays.dq, to, row, left, left, int32(head_dim))
+        if nonfinite != 0:
+            recompute(nonfinite, first_row, lane, own, arrays, strides, sizes, score)
+
+    return write
