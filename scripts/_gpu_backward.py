@@ -200,8 +200,7 @@ def one_kernel_where_possible(few_blocks=False):
     def use(functions):
         for (module, name), function in functions.items():
             setattr(module, name, function)
-        for configs in (select_backward.wgmma_configs, select_backward.mma_configs):
-            configs.cache_clear()
+        select_backward.configs_of.cache_clear()
         dispatch._plans.clear()
 
     try:

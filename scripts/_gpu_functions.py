@@ -177,12 +177,12 @@ def whole_tiles():
     kept = select_backward._halved
     select_backward._halved = lambda config, problem, target: config
     try:
-        select_backward.wgmma_configs.cache_clear()
+        select_backward.configs_of.cache_clear()
         dispatch._plans.clear()
         yield
     finally:
         select_backward._halved = kept
-        select_backward.wgmma_configs.cache_clear()
+        select_backward.configs_of.cache_clear()
         dispatch._plans.clear()
 
 

@@ -25,14 +25,10 @@ class PreprocessConfig(OfDelta, kernel="backward_preprocess", module="mma.backwa
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         p = problem.forward
-        rows = p.batch * self._padded(p.seqlen_q)
+        blocks = p.batch * -(-p.seqlen_q // BLOCK_ROWS)
         if p.packed is not None:  # as kernels/steps/lse_delta.py says
-            rows = self._padded(p.packed[0]) + p.batch * BLOCK_ROWS
-        return dict(lse_delta=((p.heads * 2 * rows,), "float32"))
-
-    @staticmethod
-    def _padded(queries: int) -> int:
-        return -(-queries // BLOCK_ROWS) * BLOCK_ROWS
+            blocks = -(-p.packed[0] // BLOCK_ROWS) + p.batch
+        return dict(lse_delta=((p.heads * 2 * blocks * BLOCK_ROWS,), "float32"))
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

@@ -216,10 +216,8 @@ class LaunchFacts:
 
 
 class Config(LaunchFacts):
-    """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key.
-
-    A block works on a tile of tile_m query rows by tile_n keys at a time.
-    """
+    """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key. A block
+    works on a tile of tile_m query rows by tile_n keys at a time."""
 
     dtype: str
     head_dim: int

@@ -120,7 +120,6 @@ WORK: dict[str, tuple[str, str, Number]] = {
     "producer.load_q": ("load", "Q", lambda own: own["i"]),
     "forward.issue_scores": ("S", "products", lambda own: own["n"]),
     "forward.issue_outputs": ("PV", "products", lambda own: own["n"]),
-    "forward_outputs.write": ("write", "O", lambda own: own["seen"]),
     "forward.pingpong_wait": ("wait", "turn", lambda own: None),
 }
 RINGS = dict(k="K", v="V", q="Q", tiles="work tile", asked="question")
@@ -134,8 +133,10 @@ def _noted(frame: types.FrameType) -> tuple[str, str, Any] | None:
     if not folder.endswith(("kernels/wgmma", "kernels/score")):
         return None
     name, own = f"{file.removesuffix('.py')}.{code.co_name}", frame.f_locals
-    if name == "fragment_softmax.update":
+    if name == "fragment_softmax.softmax":
         return "softmax", "scores", _caller(frame, ("__call__",)).f_locals["tile"].n
+    if name == "forward_outputs.write":
+        return "write", "O", _caller(frame, ("__call__",)).f_locals["rows"].seen
     if name in WORK:
         what, of, number = WORK[name]
         return what, of, number(own)

@@ -40,10 +40,11 @@ def select_backward(
 
 def kernels_of(name: str, problem: BackwardProblem, target: Target) -> tuple[LaunchFacts, ...]:
     """The Configs of a rung in the order of their launches; none on the host."""
-    from . import backward_kernels as of_rungs  # imports the class of every Config; each takes a millisecond
+    if RUNGS[name].on_host:
+        return ()
+    from .backward_kernels import configs_of  # imports the class of every Config; each takes a millisecond
 
-    of_rung = dict(v2=of_rungs.v2_configs, mma=of_rungs.mma_configs, wgmma=of_rungs.wgmma_configs)
-    return of_rung[name](problem, target) if name in of_rung else ()
+    return configs_of(name, problem, target)
 
 
 def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:

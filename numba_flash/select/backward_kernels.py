@@ -3,7 +3,7 @@ problem."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..arrays.dtypes import ITEM_SIZE
@@ -42,10 +42,20 @@ Configs = tuple[LaunchFacts, ...]  # in the order of their launches
 KEYS_WITH_AUX = (64, 32)  # keys of a tile, up to head_dim 128 and above, if daux takes registers beside dQ
 
 
-def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow: bool = False) -> Configs:
-    """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux. narrow: the rung
-    computes products in 16 bits on tensor cores."""
-    bias, before = problem.forward.array("bias"), (*before, *outside(problem, target, before))
+@functools.lru_cache(maxsize=4096)
+def configs_of(rung: str, problem: BackwardProblem, target: Target) -> Configs:
+    """A rung's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
+    narrow = rung != "v2" and ITEM_SIZE[problem.forward.dtype] == 2  # products in 16 bits on tensor cores
+    copied = BiasRowsConfig.before(problem, 16 if target.simulated else 256) if rung == "wgmma" and narrow else None
+    if copied:
+        return (copied, *configs_of(rung, copied.problem_behind(problem), target))
+    own = OWN[rung, narrow](problem, target)
+    return _with_sums((*own, *shared.head_sums(problem, target, of_blocks=narrow)), problem, target, narrow)
+
+
+def _with_sums(own: Configs, problem: BackwardProblem, target: Target, narrow: bool) -> Configs:
+    """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux."""
+    bias, before = problem.forward.array("bias"), (*own, *outside(problem, target, own))
     if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
         threads, splits = 16 if target.simulated else 256, 1 << (problem.dbias_splits - 1).bit_length()
         before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, threads, splits))
@@ -77,27 +87,21 @@ def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target)
     if "dbias" in problem.wanted:
         more = dict(table="v2_dq", wanted=("dbias",), **shared.of_bias(problem))
         made += shared.best(DbiasConfig, problem, target, **more)
-    return (*made, *shared.head_sums(problem, target, of_blocks=False))
+    return tuple(made)
 
 
-@functools.lru_cache(maxsize=4096)
-def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
-    """v2's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
+def _v2(problem: BackwardProblem, target: Target) -> Configs:
     in_rows = tuple(name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "score")
     own: list[Config] = []
     for kind, gradients in ((DkdvConfig, ("dk", "dv")), (DqConfig, ("dq", *in_rows))):
         wanted = tuple(name for name in gradients if name in problem.wanted)
         if wanted:
             own += shared.best(kind, problem, target, wanted=wanted)
-    return _with_sums(problem, target, _with_delta(own, problem, target))
+    return _with_delta(own, problem, target)
 
 
-@functools.lru_cache(maxsize=4096)
-def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
-    """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
-    if ITEM_SIZE[problem.forward.dtype] > 2:
-        return _with_sums(problem, target, _mma_fp32_fp64(problem, target))
-    ends, only, with_dbias = shared.head_sums(problem, target, of_blocks=True), [], False
+def _mma(problem: BackwardProblem, target: Target) -> Configs:
+    only, with_dbias = [], False
     if rows := shared.one_key_tile(problem, target):
         with_dbias = _own_dbias(problem)
         only = [] if with_dbias else shared.one_key_tile(problem, target, only=True)
@@ -117,8 +121,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     in_order = own[0].in_order if own else False
     start = [] if only else [shared.first(mma.PreprocessConfig, problem, target, in_order=in_order)]
     of_bias: Sequence[Config] = () if with_dbias else _dbias(problem, target)
-    made = with_prologues([*own, *of_bias], problem, target)
-    return _with_sums(problem, target, (*start, *made, *ends), narrow=True)
+    return (*start, *with_prologues([*own, *of_bias], problem, target))
 
 
 def _own_dbias(problem: BackwardProblem) -> bool:
@@ -133,10 +136,8 @@ def _own_dbias(problem: BackwardProblem) -> bool:
 
 
 def _mma_fp32_fp64(problem: BackwardProblem, target: Target) -> Configs:
-    """mma's kernels in float32 and float64."""
-    fused = _mma_fused(problem, target)
-    if fused:
-        return (*fused, *shared.head_sums(problem, target, of_blocks=False))
+    if fused := _mma_fused(problem, target):
+        return fused
     own: list[Config] = []
     kinds: list[Any] = [mma.MmaDkdvConfig, *[mma.MmaDqConfig] * ("dq" in problem.wanted)]
     for kind in kinds:
@@ -156,7 +157,7 @@ def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
     return row.changed(tile_m=sizes[0], tile_n=sizes[1], blocks_per_sm=row.tile["blocks_per_sm"] * fewer)
 
 
-def _mma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
+def _mma_fused(problem: BackwardProblem, target: Target) -> Configs:
     """One kernel of dK, dV and parts of dQ, with those before and after it, if it is the faster form; otherwise none.
     It computes five products instead of seven. It needs a GPU with float64 products in one instruction (m16n8k16). It
     needs a query: without one no previous kernel would set its ticket to 0."""
@@ -165,13 +166,13 @@ def _mma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # rows of dq, which is contiguous
     every = taken and rows_of_16_bytes and forward.seqlen_q > 0 and forward.packed is None
     if not every or not gains_by_mma_fused(problem):
-        return []
+        return ()
     for row in rows_for(TABLES, "mma_fused", problem, target):
         fused = mma_fused.MmaFusedConfig(**features_of(mma_fused.MmaFusedConfig, problem, target), **row.tile)
         if shared.fits(fused, target):
             start = shared.first(DeltaConfig, problem, target, turns_of=fused.tile_m)
-            return [start, fused, mma_fused.MmaDqFinishConfig.behind(fused)]
-    return []
+            return start, fused, mma_fused.MmaDqFinishConfig.behind(fused)
+    return ()
 
 
 def gains_by_mma_fused(problem: BackwardProblem) -> bool:
@@ -180,19 +181,12 @@ def gains_by_mma_fused(problem: BackwardProblem) -> bool:
     return problem.forward.seqlen_k <= problem.forward.seqlen_q and problem.forward.heads_kv >= 8
 
 
-@functools.lru_cache(maxsize=4096)
-def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
-    """wgmma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
-    if problem.forward.dtype == "float32":
-        return _with_sums(problem, target, _wgmma_float32(problem, target))
-    if copied := BiasRowsConfig.before(problem, 16 if target.simulated else 256):
-        return (copied, *wgmma_configs(copied.problem_behind(problem), target))
+def _wgmma(problem: BackwardProblem, target: Target) -> Configs:
     one = can_be_one_kernel(problem) and gains_by_one_kernel(problem, target)
-    made = (_wgmma_fused if one else _wgmma_two)(problem, target)
-    return _with_sums(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=True)), narrow=True)
+    return (_wgmma_fused if one else _wgmma_two)(problem, target)
 
 
-def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
+def _wgmma_two(problem: BackwardProblem, target: Target) -> Configs:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
     members, packed = heads_per_block(problem, one_kernel=False), problem.forward.packed is not None
     dkdv = shared.best(wgmma.WgmmaDkdvConfig, problem, target, members=members)
@@ -206,7 +200,7 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         own.append(_halved(dq, problem, target))
     before = with_prologues([*own, *_dbias(problem, target)], problem, target)
     start = shared.first(mma.PreprocessConfig, problem, target, early=True, in_order=packed)
-    return [start, *before, *_add_parts(own[: len(dkdv)])]
+    return (start, *before, *_add_parts(own[: len(dkdv)]))
 
 
 def aux_of_heads(problem: BackwardProblem) -> tuple[int, ...]:
@@ -220,7 +214,6 @@ def aux_of_heads(problem: BackwardProblem) -> tuple[int, ...]:
 
 
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
-    """wgmma's kernels in float32."""
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
     if problem.forward.widest > wgmma_float32.WgmmaBackwardFloat32Config.WIDEST:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
@@ -230,7 +223,7 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     return _with_delta(own, problem, target)
 
 
-def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
+def _wgmma_fused(problem: BackwardProblem, target: Target) -> Configs:
     """One kernel of all gradients."""
     tile = rows_for(TABLES, "wgmma_fused", problem, target)[0].tile
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
@@ -251,7 +244,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     made: list[LaunchFacts] = [start, *with_prologues([fused], problem, target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))
-    return [*made, *with_prologues(_dbias(problem, target), problem, target), *_add_parts([fused])]
+    return (*made, *with_prologues(_dbias(problem, target), problem, target), *_add_parts([fused]))
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
@@ -283,3 +276,13 @@ def _add_parts(configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
     """The kernels that add up the partial sums of dK and dV of these kernels; none if they write the gradients
     themselves."""
     return [wgmma_ends.WgmmaAddPartsConfig.behind(config) for config in configs if config.members]
+
+
+# (rung, whether products are in 16 bits on tensor cores) -> its own kernels, and those around them.
+OWN: dict[tuple[str, bool], Callable[[BackwardProblem, Target], Configs]] = {
+    ("v2", False): _v2,
+    ("mma", True): _mma,
+    ("mma", False): _mma_fp32_fp64,
+    ("wgmma", True): _wgmma,
+    ("wgmma", False): _wgmma_float32,
+}

@@ -79,7 +79,7 @@ def dq_stays(p: Problem) -> bool:
 
 
 def one_kernel(p: Problem, sums: int = 1, members: int = 0) -> float:
-    heads, key_tiles, wide = p.batch * p.heads_kv * parts_of(p.group, members), _key_tiles(p), _wide(p)
+    heads, key_tiles, wide = p.batch * p.heads_kv * parts_of(p.group, members), _key_tiles(p), p.widest > WIDE
     of_tile = _query_tiles(p, 64 if wide else 128, members) * ONE[wide] / (2 if wide else 1)
     around = _delta(p) + _add_parts(p, members)
     if key_tiles == 1 or (dq_stays(p) and heads * key_tiles > AT_A_TIME):  # a block writes dQ itself
@@ -101,7 +101,7 @@ def two_kernels(p: Problem, members: int = 0) -> float:
     def of(blocks: int, begin: float, walk: int, tile: float) -> float:
         return -(-blocks // AT_A_TIME) * (begin + walk * tile * (HALF if 2 * blocks <= AT_A_TIME else 1))
 
-    key_tiles, wide = _key_tiles(p), _wide(p)
+    key_tiles, wide = _key_tiles(p), p.widest > WIDE
     parts = p.batch * p.heads_kv * parts_of(p.group, members)
     of_keys = of(parts * key_tiles, OF_KEYS, _query_tiles(p, 128, members), DKDV[wide])
     of_queries = of(p.batch * p.heads_kv * _query_tiles(p, 128), OF_QUERIES, key_tiles, DQ[wide])
@@ -119,10 +119,6 @@ def _add_parts(p: Problem, members: int) -> float:
         return 0.0
     rows = p.batch * p.heads_kv * parts_of(p.group, members) * _key_tiles(p) * WgmmaFusedConfig.KEYS
     return PARTS + 4 * rows * (p.head_dim + p.head_dim_v) / SUMMED
-
-
-def _wide(p: Problem) -> bool:
-    return p.widest > WIDE
 
 
 def _key_tiles(p: Problem) -> int:

@@ -30,10 +30,7 @@ def wave_cost(
     problem: Problem, group_size: int, queries: int, tile_n: int, multiprocessors: int, parts: int = 1
 ) -> float:
     """How many key tiles a block processes until all is done: one block for each multiprocessor, longest query tiles
-    first.
-
-    queries: in a query tile, for each of its `group_size` heads; parts: how many blocks share its keys.
-    """
+    first. queries: in a query tile, for each of its `group_size` heads; parts: how many blocks share its keys."""
     lengths, tiles = _lengths(problem, queries, tile_n, parts=parts)
     count = problem.batch * (problem.heads // group_size) * tiles * parts
     mean, shortest = sum(lengths) / len(lengths), min(lengths)

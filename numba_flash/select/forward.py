@@ -32,10 +32,8 @@ class Choice(NamedTuple):
 
 
 def select(problem: Problem, target: Target, kernel: str, family: str = "numpy", stream: bool = False) -> Choice:
-    """The kernel by name, or for "auto" the fastest kernel that can compute the problem exactly here.
-
-    family: the kind of the given arrays; stream: whether a stream was named, which only a GPU has.
-    """
+    """The kernel by name, or for "auto" the fastest kernel that can compute the problem exactly here. family: the kind
+    of the given arrays; stream: whether a stream was named, which only a GPU has."""
     check_request(kernel, target, family, stream)
     refuses = functools.partial(refusal, problem=problem, target=target)
 
@@ -85,10 +83,8 @@ def _fitting(name: str, problem: Problem, target: Target) -> Config | None:
 def mma_is_sooner(
     problem: Problem, target: Target, refuses: Callable[[str], str | None], configs: Callable[[str], list[Any]]
 ) -> bool:
-    """Whether mma is faster than wgmma in float32, because its tiles are smaller and its blocks begin sooner.
-
-    refuses: why a rung does not run; configs: its own kernels. For packed sequences it is False.
-    """
+    """Whether mma is faster than wgmma in float32, because its tiles are smaller and its blocks begin sooner. refuses:
+    why a rung does not run; configs: its own kernels. For packed sequences it is False."""
     both = target.cc == RUNGS["wgmma"].only_cc and not target.simulated
     if not both or problem.dtype != "float32" or problem.packed is not None or any(map(refuses, FLOAT32)):
         return False

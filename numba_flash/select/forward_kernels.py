@@ -82,13 +82,14 @@ def wgmma(problem: Problem, target: Target) -> Iterator[Config]:
         return
     from ..config.wgmma_forward import WgmmaConfig
 
-    features = features_of(WgmmaConfig, problem, target)
+    features, asked = features_of(WgmmaConfig, problem, target), _asked_for_each_score(problem)
+    most = next(keys for widest, keys in MOST_KEYS[asked] if problem.widest <= widest)
     for row in rows_for(TABLES, "wgmma", problem, target):
         tile = row.tile
-        tile["tile_n"] = min(tile["tile_n"], _most_keys(problem))
+        tile["tile_n"] = min(tile["tile_n"], most)
         keys = max(-(-problem.seqlen_k // 16) * 16, LEAST_WIDE)
         # What is read takes another path, and the longest packed sequence decides nothing.
-        if keys < tile["tile_n"] and not _asked_for_each_score(problem) and problem.packed is None:
+        if keys < tile["tile_n"] and not asked and problem.packed is None:
             tile |= dict(tile_n=keys, tile_m=min(tile["tile_m"], 128))  # 192 rows spill
         features["group_size"] = group = _group(problem, tile["tile_m"])
         bias = problem.array("bias")
@@ -109,11 +110,6 @@ def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str,
     group = _group(problem, tile["tile_m"])
     tile_m = halved(tile["tile_m"], problem.seqlen_q * group, math.lcm(step, group))
     return tile | dict(tile_m=tile_m, group_size=group)
-
-
-def _most_keys(problem: Problem) -> int:
-    """How many keys a tile of wgmma has at most."""
-    return next(keys for widest, keys in MOST_KEYS[_asked_for_each_score(problem)] if problem.widest <= widest)
 
 
 def _asked_for_each_score(problem: Problem) -> str:

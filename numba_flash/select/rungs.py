@@ -76,10 +76,8 @@ def preferred(place: str) -> list[Rung]:
 
 
 def check_request(kernel: str, target: Target, family: str, stream: bool) -> None:
-    """Raises for a call that is wrong for every problem.
-
-    family: the kind of the given arrays; stream: whether a stream was named, which only a GPU has.
-    """
+    """Raises for a call that is wrong for every problem. family: the kind of the given arrays; stream: whether a stream
+    was named, which only a GPU has."""
     check_name(kernel)
     if stream and target.arrays_on_host:
         raise ValueError("stream was given, but the arrays are in host memory, where there are no streams")

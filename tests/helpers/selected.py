@@ -25,11 +25,8 @@ def kernels_of(kernel, problem, target=HOPPER):
 def configs_with(rows, kernel, problem, target=HOPPER):
     """The same where each of these tables has one row only, {its name: the row}, or none where that is None."""
     tables = {name: () if row is None else (row,) for name, row in rows.items()}
-    memos = (backward_kernels.mma_configs, backward_kernels.wgmma_configs)
     with mock.patch.dict(backward_tiles.TABLES, tables):
-        for memo in memos:
-            memo.cache_clear()
+        backward_kernels.configs_of.cache_clear()
         found = configs_of(kernel, problem, target)
-    for memo in memos:
-        memo.cache_clear()
+    backward_kernels.configs_of.cache_clear()
     return found

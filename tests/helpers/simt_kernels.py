@@ -10,7 +10,7 @@ from numba_flash.arrays import read
 from numba_flash.config.simt_forward import V1Config, V2Config
 from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.options import OPTION_NAMES, PACKED_ARRAYS, Options, uses
-from numba_flash.select.backward_kernels import v2_configs
+from numba_flash.select.backward_kernels import configs_of
 
 PLAIN = V2Config("float32", 64, 64, 128, 16, write_lse=False)
 EVERYTHING = V2Config(
@@ -65,17 +65,17 @@ def everything(bias_shape, dtype="float16"):
     )  # fmt: skip
 
 
-SUMMED = [v2_configs(everything(shape), HOPPER)[3] for shape in ((1, 500), ())]  # of dbias, with split sums
+SUMMED = [configs_of("v2", everything(shape), HOPPER)[3] for shape in ((1, 500), ())]  # of dbias, with split sums
 # Every kernel, plain and with everything; rows in registers as long as they go, and longer ones in local memory.
 BACKWARD = [
-    *v2_configs(backward_problem(), HOPPER),
-    *v2_configs(backward_problem(128, dtype="float16"), HOPPER)[1:],
-    *v2_configs(backward_problem(64, dtype="float64"), HOPPER)[1:],
-    *v2_configs(everything((300, 500)), HOPPER),
+    *configs_of("v2", backward_problem(), HOPPER),
+    *configs_of("v2", backward_problem(128, dtype="float16"), HOPPER)[1:],
+    *configs_of("v2", backward_problem(64, dtype="float64"), HOPPER)[1:],
+    *configs_of("v2", everything((300, 500)), HOPPER),
     *[dataclasses.replace(config, split=False) for config in SUMMED],
-    *v2_configs(backward_problem(576), HOPPER)[1:],
+    *configs_of("v2", backward_problem(576), HOPPER)[1:],
     *SUMMED,
-    v2_configs(everything(()), HOPPER)[-1],  # dbias_sum
+    configs_of("v2", everything(()), HOPPER)[-1],  # dbias_sum
 ]
 
 

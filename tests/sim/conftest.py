@@ -123,14 +123,11 @@ def tiles_of_gpus(monkeypatch, nothing_remembered):
 @pytest.fixture
 def nothing_remembered(monkeypatch):
     """For tests that change a table or the machine: what was decided is remembered by problem."""
-    remembered = (select_backward.mma_configs, select_backward.wgmma_configs)
     for module in (dispatch_forward, dispatch_backward):
         monkeypatch.setattr(module, "_plans", {})
-    for configs in remembered:
-        configs.cache_clear()
+    select_backward.configs_of.cache_clear()
     yield
-    for configs in remembered:
-        configs.cache_clear()
+    select_backward.configs_of.cache_clear()
 
 
 @pytest.fixture

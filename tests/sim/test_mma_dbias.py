@@ -10,7 +10,7 @@ from helpers.simt_kernels import backward_problem
 from numba_flash import arrays, testing
 from numba_flash.dispatch import launch
 from numba_flash.machine.target import Target
-from numba_flash.select.backward_kernels import v2_configs
+from numba_flash.select.backward_kernels import configs_of
 
 TestDbias = suite(dbias)
 
@@ -32,7 +32,7 @@ def test_sums_of_blocks_are_added_up(batch, splits, dtype, given):
     lse = empty(batch, 1, rows, dtype="float64" if dtype == "float64" else "float32")
     bias = np.empty((rows, keys), given)
     problem = backward_problem(8, dtype=dtype, wanted=("dbias",), lse=lse, bias=bias, **given_arrays)
-    config = next(config for config in v2_configs(problem, target) if config.kernel == "dbias_sum")
+    config = next(config for config in configs_of("v2", problem, target) if config.kernel == "dbias_sum")
     assert problem.dbias_splits == splits <= config.splits
     ((shape, kind),) = config.workspace(problem).values()
     sums = np.random.default_rng(6).standard_normal(shape).astype(kind)

@@ -212,7 +212,7 @@ def test_blocks_of_mma_find_a_tile_by_its_number(dtype, options, heads_kv, monke
     found = []
     for loose in (True, False):
         monkeypatch.setattr(features, "loosely_bound", lambda _, loose=loose: loose)
-        backward_kernels.mma_configs.cache_clear()
+        backward_kernels.configs_of.cache_clear()
         dispatch._plans.clear(), dispatch_backward._plans.clear()
         (o, lse), (do, dlse) = varlen.forward(rung, case), packed.outer_packed(case)
         packed.check_packed(case, o, lse)

@@ -363,7 +363,7 @@ def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, key_tile
     for stay in (True, False):
         monkeypatch.setattr(select_backward, "blocks_stay", lambda *_, stay=stay: stay)
         dispatch._plans.clear()
-        select_backward.wgmma_configs.cache_clear()
+        select_backward.configs_of.cache_clear()
         assert same(together, rung.check(case, given))
 
 

@@ -403,9 +403,9 @@ def wgmma_tiles(head_dim, multiprocessors=1, **options):
 def two_kernels(monkeypatch):
     """wgmma's two kernels also where one is faster."""
     monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: False)
-    backward_kernels.wgmma_configs.cache_clear()
+    backward_kernels.configs_of.cache_clear()
     yield
-    backward_kernels.wgmma_configs.cache_clear()
+    backward_kernels.configs_of.cache_clear()
 
 
 @pytest.mark.usefixtures("two_kernels")
@@ -633,7 +633,7 @@ def test_one_kernel_in_float64_needs_a_query(monkeypatch):
         given = {name: empty(*of_q, dtype="float64") for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype="float64") for name in ("k", "v")}
         made = problem(64, dtype="float64", **given, lse=empty(*of_q[:3], dtype="float64"))
-        kernels = [config.kernel for config in backward_kernels.mma_configs.__wrapped__(made, HOPPER)]
+        kernels = [config.kernel for config in backward_kernels.configs_of.__wrapped__("mma", made, HOPPER)]
         assert (kernels[1] == "mma_fused") == one
 
 
@@ -694,9 +694,9 @@ def test_a_few_long_heads_that_see_all_keys_have_several_partial_sums_of_dq(head
 @pytest.fixture
 def always_one_kernel(monkeypatch):
     monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
-    backward_kernels.wgmma_configs.cache_clear()
+    backward_kernels.configs_of.cache_clear()
     yield
-    backward_kernels.wgmma_configs.cache_clear()
+    backward_kernels.configs_of.cache_clear()
 
 
 def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(always_one_kernel):

@@ -213,7 +213,7 @@ def test_blocks_are_persistent_if_there_are_more_tiles_than_multiprocessors(
     head_dim, batch, seqlen_k, blocks, monkeypatch
 ):
     monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
-    backward_kernels.wgmma_configs.cache_clear()
+    backward_kernels.configs_of.cache_clear()
     seqlen_q = seqlen_k if seqlen_k > 500 else 200
     arrays = {name: empty(batch, 4, seqlen_q, head_dim, dtype="float16") for name in ("do", "q", "o")}
     arrays |= {name: empty(batch, 4, seqlen_k, head_dim, dtype="float16") for name in ("k", "v")}
@@ -225,7 +225,7 @@ def test_blocks_are_persistent_if_there_are_more_tiles_than_multiprocessors(
     many = seqlen_k == 500 or 4 * batch * -(-seqlen_k // 128) > 132
     assert fused.launch._config.stays == many
     assert fused.launch._blocks == blocks
-    backward_kernels.wgmma_configs.cache_clear()
+    backward_kernels.configs_of.cache_clear()
 
 
 def may_start_early(made):

@@ -74,7 +74,7 @@ def make(config):
     on_fragments, row_term = fragments.tile(scores, strips), fragments.chain(scores).row_term
     read, has_mask = score_reads.make(scores, strips), config.has("mask")
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
-    softmax = fragment_softmax.make(scores, strips, rows)
+    start, softmax, _ = fragment_softmax.make(scores, strips, rows)
     wait_all, wait_oldest = cp_async.wait_group(0), cp_async.wait_group(stages - 2)
     log2_e, first_stack = real(LOG2_E), 2 * config.blocks * config.slot_numbers
     level_step, chunk_bits = config.node_numbers * config.threads, in_chunk.bit_length() - 1
@@ -134,7 +134,7 @@ def make(config):
         )
         scores_of(own, registers, tile, row, lane, arrays, strides, sizes, score)
         acc_s, m, l, alpha = registers.acc_s, registers.m, registers.l, registers.alpha
-        moved = softmax.update(acc_s, m, l, alpha, score.scale * log2_e)
+        moved = softmax(acc_s, m, l, alpha, score.scale * log2_e)
         if kept_weight.present:
             first_row, first_key = row + int32(first_row_of(lane)), int32(own * tile_n + first_column_of(lane))
             sequence = tile.sequence
@@ -151,7 +151,7 @@ def make(config):
 
     @inlined
     def begin_chunk(registers):
-        softmax.start(registers.m, registers.l)
+        start(registers.m, registers.l)
         for i in range(o_count):
             registers.acc_o[i] = real(0)
 

@@ -23,7 +23,7 @@ from .fragments import exponential_of
 
 
 def make(config, strips, rows=0):
-    """rows: how many of its 2 * strips rows a lane has; 0 = all. The other scores stay as they are."""
+    """-> device functions. rows: how many of its 2 * strips rows a lane has; 0 = all. The other scores are not changed."""
     blocks, rows, of = config.tile_n // 8, rows or 2 * strips, numbers.of(config.compute_dtype)
     natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in the scores' unit, too
     rescale_threshold = of.real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
@@ -76,9 +76,9 @@ def make(config, strips, rows=0):
             l[r] *= alpha[r]
 
     @inlined
-    def update(acc_s, m, l, alpha, factor):
-        """acc_s <- p; updates m and l with this tile; alpha (rows,) <- the factor of the older part of O and l. factor:
-        that of a score. -> whether some alpha of the warp is not 1."""
+    def softmax(acc_s, m, l, alpha, factor):
+        """acc_s (strips, tile_n / 8, 4): scores <- weights p; m and l (rows,) <- those with this tile; alpha (rows,) <-
+        the factor of the older O and l. A score is multiplied by factor. -> whether some alpha of the warp is not 1."""
         top = local.array(rows, of.real)
         tops(acc_s, top)
         for r in range(rows):
@@ -130,7 +130,7 @@ def make(config, strips, rows=0):
             alpha[r] = alpha[r] * inverse if has_term else inverse
             lse[r] = of.minus_inf if empty else m[r] + of.log2(l[r]) * of_log2
 
-    return named(start, update, finish)
+    return named(start, softmax, finish)
 
 
 def rescaler(strips, blocks, rows=0):

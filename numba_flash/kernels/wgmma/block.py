@@ -51,8 +51,8 @@ class WorkTile(NamedTuple):
     keys: int  # how many of the batch entry are valid
     position: int  # of the first row, among the rows of the other side
     members: int  # the number of query heads, h and those after it, or of queries of a packed tile; 0: no tile is left
-    begin: int  # as ranges.key_tiles gives them, the next three too
-    free: int
+    begin: int  # [begin, stop): the tiles of the other side of which some row sees something
+    free: int  # [free, cut): those of which every row sees all, by positions and lengths
     cut: int
     stop: int
 
