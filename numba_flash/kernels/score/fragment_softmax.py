@@ -23,7 +23,8 @@ from .fragments import exponential_of
 
 
 def make(config, strips, rows=0):
-    """-> device functions. rows: how many of its 2 * strips rows a lane has; 0 = all. The other scores are not changed."""
+    """-> device functions. rows: how many of its 2 * strips rows a lane has; 0 = all. The other scores are not
+    changed."""
     blocks, rows, of = config.tile_n // 8, rows or 2 * strips, numbers.of(config.compute_dtype)
     natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in the scores' unit, too
     rescale_threshold = of.real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
