@@ -202,7 +202,7 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig, kernel="mma_dkdv", module="m
         check(
             alone or not any(count % (self.group_columns // 64) for count in panels),
             f"column_groups = {self.column_groups} gives a warp more columns than are left of head_dim "
-            f"{self.head_dim} and {self.head_dim_v}, and those it would stage on top of another's",
+            f"{self.head_dim} and {self.head_dim_v}",
         )
 
 

@@ -103,8 +103,8 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     Above head_dim 64 it makes long loops 2 % slower and short ones up to 14 % faster (docs/adding_a_tile_row.md). There
     a block with the only key tile of a head does not stay: the compiler would serialise its products. Nor does a block
     stay where weights drop, or if a mask decides over which queries each of many key tiles loops: registers are
-    scarce. Nor does a block of many heads with a bias stay: the bias overlays dS, where dK and dV of the previous tile
-    are staged, and its next tile might meet no query.
+    scarce. Nor does a block of many heads with a bias stay: the bias overlays dS, whose last place is released behind
+    the last query of a tile, and a tile might meet no query.
     """
     forward = problem.forward
     if forward.packed is not None and not key_tiles:  # blocks skip the numbers of tiles that do not exist
