@@ -272,7 +272,7 @@ def make(config):
         me, elected = int32(warpgroup - 1), block.elected()  # me: which of the consumers
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         consumer = Consumer(me, elected, k_desc, describe_rows(base + plan.own_b + me * (64 * 128)))
-        # With two panels these are zeroed for each tile, so that they do not live while dK and dV are written. Otherwise
+        # With two panels they are zeroed for each tile, so that they do not live while dK and dV are written. Otherwise
         # ptxas spills 32 bytes. With one panel it would spill 212 bytes if they were zeroed for each tile.
         if one_panel:
             block.clear(acc_s, s_count)
