@@ -17,7 +17,7 @@ from .backward_work import head_parts_of
 from .block import FIRST_ROW, H_KV, PART, B, H, rows_of_lane
 
 
-def key_rows(config, rows, dk_at, dv_at):
+def key_rows(config, rows):
     """-> write, a device function. rows: keys of the tile."""
     store_dk, store_dv = (
         row_writers.of_gradient(config.dtype, 16, -(-columns // 16) * 2, columns % 8 == 0)
