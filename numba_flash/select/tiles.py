@@ -7,15 +7,16 @@ columns, has the measurements behind the rows, and shows how to add one for anot
 from typing import Any, NamedTuple
 
 from ..machine.target import Target
+from ..problem.options import SEEDED
 
 MEASURED = "H200"  # the GPU of a row that names none
 SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few wasted rows: all threads run in Python
 ANY = 2**31  # the head_dim of a row for every head_dim
 
 # Options that act on each score or weight on its own in wgmma's backward. Each entry takes more registers than the one
-# before: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropout; one kind of these, or functions,
-# beside options of the score; several kinds, or a bias beside another option of the score. A row of its own for a
-# mask_mod alone gains 13 % at head_dim 64 and 9 % at 128 (4 x 2k documents, H200).
+# before: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropped weights; one kind of these, or
+# functions, beside options of the score; several kinds, or a bias beside another option of the score. A row of its own
+# for a mask_mod alone gains 13 % at head_dim 64 and 9 % at 128 (4 x 2k documents, H200).
 PER_SCORE = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
 
 
@@ -37,7 +38,7 @@ class When(NamedTuple):
     above: int = 0  # head_dim of q and k and that of v are both above this
     least_keys: int = 0
     least_rows: tuple[int, int] = 0, 0  # queries and keys of a head: with fewer, most of a tile would be past the last
-    unread: bool = False  # no bias, mask or function; in a forward no dropout, either
+    unread: bool = False  # no bias, mask or function; in a forward no dropped weights, either
     plain: bool = False  # no option changes, reads or drops scores
     masked: bool = False  # a mask is read for each score, and nothing else
     sloped: bool = False  # ALiBi alone changes scores
@@ -176,7 +177,7 @@ MOST_KEYS = {
     "": ((256, 256),),
     "score_mod": ((64, 128), (128, 80), (256, 32)),
     "mask_mod": ((128, 128), (256, 64)),  # called for few tiles
-    "dropout_p": ((128, 256), (192, 64), (256, 32)),
+    SEEDED: ((128, 256), (192, 64), (256, 32)),
     "mask alone": ((128, 128), (192, 80), (256, 64)),
     "mask": ((64, 128), (128, 112), (192, 80), (256, 64)),
     "bias of 2 bytes alone": ((128, 128), (256, 64)),

@@ -63,7 +63,7 @@ def without_who(text):
 def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
     """Without the barrier that README deletes, scripts/step prints what README shows."""
     page = (ROOT / "README.md").read_text()
-    file, barrier = re.search(r"In `numba_flash/(\S+)` delete the\sbarrier `(.*?)`", page).groups()
+    barrier, file = re.search(r"delete the\sbarrier `(.*?)`\sin `numba_flash/(\S+)`", page).groups()
     kernel, shown = re.search(r"^\$ \S*python scripts/step (\w+)\n(.*?)^(?:\$|```$)", page, re.M | re.S).groups()
     text, module = (
         (ROOT / "numba_flash" / file).read_text(),

@@ -1,12 +1,20 @@
 """Configs of backward kernels: what they check, and where their shared memory is."""
 
 import contextlib
+import dataclasses
 import itertools
 
 import pytest
 from helpers.machines import HOPPER
 
-from numba_flash.config.backward import MmaDauxConfig, MmaDkdvConfig, MmaDqConfig, MmaOneKeyTileConfig, PreprocessConfig
+from numba_flash.config.backward import (
+    MmaBackwardConfig,
+    MmaDauxConfig,
+    MmaDkdvConfig,
+    MmaDqConfig,
+    MmaOneKeyTileConfig,
+    PreprocessConfig,
+)
 from numba_flash.config.mma_fused import MmaFusedConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
@@ -145,6 +153,18 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
     made = WgmmaFusedConfig("float16", head_dim, head_dim_v, tile_m, 128)
     assert (made.head_dim_padded, made.dq_columns) == (columns, dq_columns)
     assert made.shared_layout().own_b == 128 * 2 * dq_columns and made.stream_a_bytes == tile_m * 2 * dq_columns
+
+
+def test_the_head_of_a_class_says_whether_it_is_a_kernels():
+    """Only then are the methods of a dataclass generated; a class takes the file of its base if it names none."""
+    assert (MmaDqConfig.kernel, MmaDqConfig.module) == ("mma_dq", "mma.backward")
+    assert (MmaOneKeyTileConfig.kernel, MmaOneKeyTileConfig.module) == ("mma_one_key_tile", MmaDkdvConfig.module)
+    generated = {"__init__", "__repr__", "__eq__"}
+    assert generated <= vars(MmaDqConfig).keys() and not generated & vars(MmaBackwardConfig).keys()
+    config = MmaDqConfig("float16", 64, 64, 64, 64)
+    assert config == MmaDqConfig("float16", 64, 64, 64, 64) != dataclasses.replace(config, stages=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.stages = 2
 
 
 # Each field that a Config checks.

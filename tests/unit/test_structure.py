@@ -142,11 +142,11 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 16_882, 14_500, "a person can read them"),
+    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 16_883, 14_500, "a person can read them"),
     Measure(
         "lines of select, config and abi",
         lambda: sum(map(lines_of, names("select", "config", "abi"))),
-        5_174,
+        5_156,
         4_200,
         "a choice is easier to read than what is chosen",
     ),
